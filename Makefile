@@ -1,0 +1,46 @@
+# Everything a contributor runs. `make` alone lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Two test workers with one thread each: small tensors gain nothing from more, and two cores are enough.
+WORKERS ?= 2
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test lint format docs clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 18
+
+# The package and what it needs to run; built anew when what is pinned or declared changes.
+$(VENV)/run.stamp: pyproject.toml constraints.txt
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --constraint constraints.txt --editable '.[transformers]'
+	touch $@
+
+# The tools of development on top of it.
+$(VENV)/dev.stamp: $(VENV)/run.stamp
+	$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+setup: $(VENV)/dev.stamp ## build .venv with the pinned development environment
+
+lint: $(VENV)/dev.stamp ## ruff (rules and format) and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/dev.stamp ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint ## set-up, lint, types, then all tests with coverage
+	$(ONE_THREAD) $(BIN)/pytest -n $(WORKERS) --cov --cov-report=term --cov-fail-under=95
+
+docs: $(VENV)/dev.stamp ## API reference from the docstrings, into build/docs
+	$(BIN)/pdoc --docformat google --math --output-directory build/docs treewy
+
+clean: ## remove .venv, build folders and caches
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov
