@@ -1,0 +1,256 @@
+"""What the operations are given: dimensions and parameters of a layer, its state, and the plan of a round.
+
+Sizes: B requests of a round, T rows of a window, R running requests, L rows of history, C = conv_dim, H key heads, HV
+value heads. A request has two addresses: its **slot** in the engine's paged pool (checkpoint and convolution inputs, one
+block) and its **index** among the running requests (window stash and history, which only running requests need).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from treewy.tree import TreeBatch
+
+
+@dataclass(frozen=True)
+class GDNDims:
+    """Dimensions of a GDN layer.
+
+    Raises:
+        ValueError: a size below 1, or value heads that are no multiple of the key heads.
+    """
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    conv_width: int = 4
+
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if size < 1:
+                raise ValueError(f"{name} is {size}; it must be at least 1")
+        if self.num_v_heads % self.num_k_heads:
+            raise ValueError(
+                f"num_v_heads = {self.num_v_heads} is no multiple of num_k_heads = {self.num_k_heads}; every key head "
+                "serves the same number of value heads"
+            )
+        if self.conv_width < 2:
+            raise ValueError(f"conv_width is {self.conv_width}; a causal convolution here has width 2 or more")
+
+    @property
+    def group(self) -> int:
+        """Value heads per key head."""
+        return self.num_v_heads // self.num_k_heads
+
+    @property
+    def key_dim(self) -> int:
+        return self.num_k_heads * self.head_k_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.num_v_heads * self.head_v_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: q, k and v side by side."""
+        return 2 * self.key_dim + self.value_dim
+
+
+class GDNParams(NamedTuple):
+    """Parameters of a GDN layer between its input and output projections, in the form the operations read."""
+
+    dims: GDNDims
+    taps: Tensor
+    """[width, C] fp32, the tap of the row itself first, then of its nearest ancestor, …"""
+    conv_bias: Tensor | None
+    """[C] fp32."""
+    neg_A: Tensor
+    """[HV] fp32, -exp(A_log)."""
+    dt_bias: Tensor
+    """[HV] fp32."""
+    beta_scale: float
+    """1, or 2 for layers that allow negative eigenvalues."""
+    eps: float = 1e-6
+    """Added to the squared norm of keys and queries."""
+
+    @staticmethod
+    def of(
+        dims: GDNDims,
+        conv_weight: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        conv_bias: Tensor | None = None,
+        beta_scale: float = 1.0,
+    ) -> GDNParams:
+        """From a checkpoint's tensors.
+
+        Args:
+            dims: dimensions of the layer.
+            conv_weight: [C, width] or [C, 1, width] depthwise weight, the last column meets the row itself.
+            A_log: [HV].
+            dt_bias: [HV].
+            conv_bias: [C] or None.
+            beta_scale: beta = beta_scale * sigmoid(b).
+
+        Raises:
+            ValueError: a tensor whose shape does not fit `dims`.
+        """
+        weight = conv_weight.squeeze(1) if conv_weight.dim() == 3 else conv_weight
+        _expect("conv_weight", weight, (dims.conv_dim, dims.conv_width))
+        _expect("A_log", A_log, (dims.num_v_heads,))
+        _expect("dt_bias", dt_bias, (dims.num_v_heads,))
+        if conv_bias is not None:
+            _expect("conv_bias", conv_bias, (dims.conv_dim,))
+        wide = torch.promote_types(torch.float32, A_log.dtype)
+        return GDNParams(
+            dims,
+            weight.detach().to(wide).flip(1).T.contiguous(),
+            None if conv_bias is None else conv_bias.detach().to(wide),
+            -A_log.detach().to(wide).exp(),
+            dt_bias.detach().to(wide),
+            beta_scale,
+        )
+
+
+class LayerState(NamedTuple):
+    """State of one layer in the modes `reconstruct` and `deferred`; changed in place.
+
+    Stash and history hold *solved* rows: the key before its normalisation, as the convolution gave it, and the
+    pseudo-value times the key's inverse norm, in fp32. Their outer product is u k^T with the normalised key, exactly.
+    """
+
+    checkpoint: Tensor
+    """[slots, HV, dv, dk]."""
+    conv: Tensor
+    """[slots, width - 1, C] last committed convolution inputs, oldest first."""
+    window_inputs: Tensor
+    """[R, max_rows, C] convolution inputs of the window."""
+    window_keys: Tensor
+    """[R, max_rows, H, dk]."""
+    window_values: Tensor
+    """[R, max_rows, HV, dv] fp32 scaled pseudo-values."""
+    window_decays: Tensor
+    """[R, max_rows, HV] fp32, log decay of each row alone."""
+    history_keys: Tensor
+    """[R, L, H, dk]."""
+    history_values: Tensor
+    """[R, L, HV, dv] fp32."""
+    history_decays: Tensor
+    """[R, L, HV] fp32."""
+    pending: Tensor
+    """[R] int32, rows of the history that are not folded in yet."""
+
+
+class SnapshotState(NamedTuple):
+    """State of one layer in the mode `store_all`: a state for every row of the window; changed in place."""
+
+    snapshots: Tensor
+    """[R, max_rows, HV, dv, dk]."""
+    conv: Tensor
+    """[R, width - 1, C]."""
+    window_inputs: Tensor
+    """[R, max_rows, C]."""
+    committed: Tensor
+    """[R] int64, the row whose snapshot is the committed state."""
+
+
+class Window(NamedTuple):
+    """Plan of one round, shared by all layers: which requests, which rows, who is whose ancestor.
+
+    Made by `plan`. Requests that are padding (slot < 0) are left out of every tensor here but `active`.
+    """
+
+    trees: TreeBatch
+    slots: Tensor
+    """[B] int64."""
+    requests: Tensor
+    """[B] int64."""
+    batch: int
+    """Requests of the round, padding included."""
+    active: Tensor | None
+    """[B] int64, places of the requests in the batch; None where no request is padding."""
+    padding_rows: Tensor | None
+    """[B, T] bool, rows past a request's tree; None where there are none."""
+    conv_rows: Tensor
+    """[B * T * width] int64, rows of the [B * (width - 1 + T), C] convolution inputs that each row meets."""
+    strict: Tensor
+    """[B, 1, 1, T, T] bool, strict ancestors."""
+    ancestor_or_self: Tensor
+    """[B, 1, 1, T, T] bool."""
+    parent_rows: Tensor
+    """[B, T, 1] int64, parents with the root's own row for the root."""
+    longest_path: Tensor
+    """[B] int32, rows of the longest path of each tree, root included: the most that one round can commit."""
+
+
+def plan(trees: TreeBatch, slots: Tensor, requests: Tensor, *, num_slots: int, num_requests: int) -> Window:
+    """Plans a round: once a round, for all layers.
+
+    Args:
+        trees: one tree a request, on the device of the state.
+        slots: [B] integer, block of each request in the pool; negative for padding, whose outputs are zero and which
+            touches nothing.
+        requests: [B] integer, index of each running request; ignored for padding.
+        num_slots: blocks in the pool.
+        num_requests: R.
+
+    Raises:
+        ValueError: shapes that differ, or a slot or running request that appears twice.
+        IndexError: a slot or index past its end.
+    """
+    batch, rows = trees.parents.shape
+    if slots.shape != (batch,) or requests.shape != (batch,):
+        raise ValueError(
+            f"{batch} trees came with slots {tuple(slots.shape)} and requests {tuple(requests.shape)}; both are [{batch}]"
+        )
+    slots, requests = slots.long(), requests.long()
+    slot_list = slots.tolist()
+    active = None
+    if any(slot < 0 for slot in slot_list):
+        active = torch.tensor([i for i, slot in enumerate(slot_list) if slot >= 0], device=slots.device, dtype=torch.int64)
+        slots, requests = slots[active], requests[active]
+        trees = TreeBatch(*(field[active] if isinstance(field, Tensor) else field for field in trees))  # type: ignore[arg-type]
+    _check_addresses("slot", slots.tolist(), num_slots)
+    _check_addresses("running request", requests.tolist(), num_requests)
+    device = trees.parents.device
+    count = slots.numel()
+    row = torch.arange(rows, device=device)
+    width = trees.conv_ancestors.shape[2] + 1
+    met = torch.cat([row.expand(count, rows)[..., None], trees.conv_ancestors], dim=2) + (width - 1)
+    first = torch.arange(count, device=device)[:, None, None] * (width - 1 + rows)
+    self_or_above = trees.is_ancestor()
+    padding_rows = row >= trees.rows[:, None]
+    return Window(
+        trees=trees,
+        slots=slots,
+        requests=requests,
+        batch=batch,
+        active=active,
+        padding_rows=padding_rows if bool(padding_rows.any()) else None,
+        conv_rows=(met + first).flatten(),
+        strict=(self_or_above & (row[:, None] != row))[:, None, None],
+        ancestor_or_self=self_or_above[:, None, None],
+        parent_rows=trees.parents.long().clamp(min=0)[:, :, None],
+        longest_path=trees.depths.amax(1) + 1,
+    )
+
+
+def _check_addresses(what: str, addresses: list[int], size: int) -> None:
+    if not addresses:
+        return
+    if min(addresses) < 0 or max(addresses) >= size:
+        bad = next(address for address in addresses if not 0 <= address < size)
+        raise IndexError(f"{what} {bad} is outside the {size} that exist (0 .. {size - 1})")
+    if len(set(addresses)) < len(addresses):
+        twice = next(address for address in addresses if addresses.count(address) > 1)
+        raise ValueError(f"{what} {twice} appears twice in one round; a state can be written once a round")
+
+
+def _expect(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; these dimensions need {shape}")
