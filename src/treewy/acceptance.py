@@ -60,10 +60,33 @@ class SamplingParams:
         return self.temperature == 0
 
 
-def target_distribution(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The distribution that tokens are sampled from: temperature, top-k, top-p, as in Hugging Face transformers.
+def target_scores(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The scores whose softmax tokens are sampled from: temperature, top-k, top-p, as in Hugging Face transformers.
 
-    Tokens that tie with the last one of top-k all stay; top-p always keeps one token.
+    Tokens that tie with the last one of top-k all stay; top-p always keeps one token. Greedy `params` change nothing.
+
+    Args:
+        logits: [..., V], any floating dtype; -inf forbids a token.
+        params: how tokens are chosen.
+
+    Returns:
+        [..., V] fp32 scores, -inf for tokens that are never sampled.
+    """
+    scores = logits.float()
+    if params.greedy:
+        return scores
+    scores = scores / params.temperature
+    if params.top_k:
+        smallest = scores.topk(min(params.top_k, scores.shape[-1])).values[..., -1:]
+        scores = scores.masked_fill(scores < smallest, -math.inf)
+    if params.top_p < 1:
+        head = min(params.top_k or _NUCLEUS_HEAD, _NUCLEUS_HEAD) + 1
+        scores = scores.masked_fill(~_nucleus(scores, params.top_p, head), -math.inf)
+    return scores
+
+
+def target_distribution(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The distribution that tokens are sampled from: the softmax of `target_scores`.
 
     Args:
         logits: [..., V], any floating dtype; -inf forbids a token.
@@ -77,14 +100,14 @@ def target_distribution(logits: Tensor, params: SamplingParams) -> Tensor:
     """
     if params.greedy:
         raise ValueError("temperature 0 has no distribution to sample from; take the argmax and accept_greedy")
-    scores = logits.float() / params.temperature
-    if params.top_k:
-        smallest = scores.topk(min(params.top_k, scores.shape[-1])).values[..., -1:]
-        scores = scores.masked_fill(scores < smallest, -math.inf)
-    if params.top_p < 1:
-        head = min(params.top_k or _NUCLEUS_HEAD, _NUCLEUS_HEAD) + 1
-        scores = scores.masked_fill(~_nucleus(scores, params.top_p, head), -math.inf)
-    return scores.softmax(-1)
+    return target_scores(logits, params).softmax(-1)
+
+
+def choose(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> int:
+    """One token from the logits [V]: the most probable one, or one drawn from `target_distribution`."""
+    if params.greedy:
+        return int(logits.argmax())
+    return int(draw(target_distribution(logits, params), generator))
 
 
 def _nucleus(scores: Tensor, top_p: float, head: int) -> Tensor:
