@@ -1,8 +1,8 @@
 """Topology of one draft window: which row follows which.
 
-Row 0 is the root (the last emitted token, always accepted), rows 1..N are draft nodes. Rows are in level order: a parent
-stands before its child and depth never decreases. Every prefix of the rows is then itself a valid tree, so a budget that
-cannot hold the whole window cuts it short instead of giving up speculation.
+Row 0 is the root (the last emitted token, always accepted), rows 1..N are draft nodes. Rows are in level order: a
+parent stands before its child and depth never decreases. Every prefix of the rows is then itself a valid tree, so a
+budget that cannot hold the whole window cuts it short instead of giving up speculation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class DraftTree:
         parents: parent row of each row; -1 for row 0, which is the root.
 
     Raises:
-        ValueError: no rows, more than 64 rows, a parent that does not stand before its child, or rows out of level order.
+        ValueError: no rows, more than 64 rows, a parent that does not stand before its child, or rows out of level
+            order.
     """
 
     parents: tuple[int, ...]
@@ -42,12 +43,14 @@ class DraftTree:
         depths = [0]
         for row, parent in enumerate(self.parents[1:], start=1):
             if not 0 <= parent < row:
-                raise ValueError(f"row {row} has parent {parent}; a parent stands before its child, so 0 <= parent < {row}")
+                raise ValueError(
+                    f"row {row} has parent {parent}; a parent stands before its child, so 0 <= parent < {row}"
+                )
             depths.append(depths[parent] + 1)
             if depths[row] < depths[row - 1]:
                 raise ValueError(
-                    f"row {row} has depth {depths[row]} after a row of depth {depths[row - 1]}; rows are in level order "
-                    "(DraftTree.level_order() brings any parent-first order into it)"
+                    f"row {row} has depth {depths[row]} after a row of depth {depths[row - 1]}; rows are in level "
+                    "order (DraftTree.level_order() brings any parent-first order into it)"
                 )
 
     # Constructors
@@ -89,13 +92,14 @@ class DraftTree:
 
         Args:
             parents: candidates in any parent-first order, candidate 0 the root with parent -1.
-            log_probs: log-probability of each candidate given its parent (<= 0; the root's is ignored). The score of a node
-                is the sum along its path, so a parent never scores below its child and the result is ancestor-closed.
+            log_probs: log-probability of each candidate given its parent (<= 0; the root's is ignored). The score of a
+                node is the sum along its path, so a parent never scores below its child and the result is
+                ancestor-closed.
             budget: rows of the result, root included, at most 64.
             max_depth: deepest draft node that is taken; None for no limit.
 
         Returns:
-            The tree, and for each of its rows the index of its candidate.
+            The tree, and for each of its rows the index of its candidate. Siblings stand together, best first.
         """
         _check_rows(budget, "a node budget")
         children: dict[int, list[int]] = {}
@@ -113,9 +117,14 @@ class DraftTree:
             if max_depth is None or depth < max_depth:
                 for child in children.get(node, ()):
                     heapq.heappush(frontier, (cost - log_probs[child], child, depth + 1))
-        rows = {node: row for row, node in enumerate(taken)}
-        tree, order = DraftTree.level_order([rows.get(parents[node], -1) for node in taken])
-        return tree, [taken[row] for row in order]
+        taken_children: dict[int, list[int]] = {}
+        for node in taken[1:]:
+            taken_children.setdefault(parents[node], []).append(node)
+        order = [0]
+        for node in order:
+            order += taken_children.get(node, ())
+        rows = {node: row for row, node in enumerate(order)}
+        return DraftTree((-1, *(rows[parents[node]] for node in order[1:]))), order
 
     @staticmethod
     def random(rows: int, rng: random.Random, *, depth_bias: float = 0.5) -> DraftTree:
@@ -208,12 +217,14 @@ def _from_widths(widths: tuple[int, ...]) -> DraftTree:
     parents, level = [-1], [0]
     for depth, width in enumerate(widths):
         if width < 1:
-            raise ValueError(f"draft_tree_widths {widths}: the width at depth {depth} is {width}; every width is 1 or more")
+            raise ValueError(
+                f"draft_tree_widths {widths}: the width at depth {depth} is {width}; every width is 1 or more"
+            )
         rows = len(parents) + width * len(level)
         if rows > MAX_ROWS:
             raise ValueError(
-                f"draft_tree_widths {widths} need at least {rows} rows; a window has at most {MAX_ROWS}, root included: "
-                "use smaller widths or fewer levels"
+                f"draft_tree_widths {widths} need at least {rows} rows; a window has at most {MAX_ROWS}, root "
+                "included: use smaller widths or fewer levels"
             )
         next_level = range(len(parents), rows)
         parents += [parent for parent in level for _ in range(width)]
@@ -226,8 +237,8 @@ def _check_rows(rows: int, what: str = "a window") -> None:
         raise ValueError(f"{what} has at least 1 row, the root, not {rows}")
     if rows > MAX_ROWS:
         raise ValueError(
-            f"{what} has at most {MAX_ROWS} rows, root included, because an ancestor set is one 64-bit mask; {rows} were "
-            "asked for: take fewer nodes"
+            f"{what} has at most {MAX_ROWS} rows, root included, because an ancestor set is one 64-bit mask; {rows} "
+            "were asked for: take fewer nodes"
         )
 
 
