@@ -1,8 +1,8 @@
 """The mathematics in float64: one function per equation, the paper's symbols, no speed.
 
-Source: S. M. Ghantasala, "TreeWY: Speculative Verification for Gated DeltaNet Hybrids", arXiv 2608.20961 (2026), section
-numbers of `docs/mathematics.md`. Everything here is for one request and one layer; T rows in a parent-first order with
-`parents` as in `treewy.tree`; H key heads, HV value heads, value head h reads key head h // (HV / H).
+Source: S. M. Ghantasala, "TreeWY: Speculative Verification for Gated DeltaNet Hybrids", arXiv 2608.20961 (2026),
+section numbers of `docs/mathematics.md`. Everything here is for one request and one layer; T rows in a parent-first
+order with `parents` as in `treewy.tree`; H key heads, HV value heads, value head h reads key head h // (HV / H).
 
     S  [HV, dv, dk]   state                      k, q  [T, H, dk]   keys and queries, l2-normalised, q scaled
     v  [T, HV, dv]    values                     log_alpha, beta  [T, HV]   log decay (<= 0) and write strength, (0, 2)
@@ -21,7 +21,9 @@ def expand_heads(x: Tensor, num_v_heads: int) -> Tensor:
     """[T, H, dk] -> [T, HV, dk]: every key head serves HV / H neighbouring value heads."""
     num_k_heads = x.shape[-2]
     if num_v_heads % num_k_heads:
-        raise ValueError(f"{num_v_heads} value heads cannot share {num_k_heads} key heads evenly; HV is a multiple of H")
+        raise ValueError(
+            f"{num_v_heads} value heads cannot share {num_k_heads} key heads evenly; HV is a multiple of H"
+        )
     return x.repeat_interleave(num_v_heads // num_k_heads, dim=-2)
 
 
@@ -46,7 +48,7 @@ def write_strength(b: Tensor, beta_scale: float = 1.0) -> Tensor:
 def causal_conv(
     x: Tensor, committed: Tensor, weight: Tensor, parents: Sequence[int], bias: Tensor | None = None
 ) -> Tensor:
-    """Causal depthwise convolution on a tree, then SiLU: a row sees itself and its nearest ancestors, then committed inputs.
+    """Causal depthwise convolution on a tree, then SiLU: a row sees itself, its nearest ancestors, committed inputs.
 
     Args:
         x: [T, C] inputs of the rows.
@@ -66,7 +68,7 @@ def causal_conv(
 
 def committed_inputs(x: Tensor, committed: Tensor, path: Sequence[int]) -> Tensor:
     """[width - 1, C]: the last committed inputs once `path` (rows, root first) is accepted."""
-    return torch.cat([committed, x[list(path)]])[-committed.shape[0] :]
+    return torch.cat([committed, x[list(path)]])[len(path) :]
 
 
 # The recurrence, row by row
