@@ -51,6 +51,10 @@ class Draft(NamedTuple):
 class Drafter(Protocol):
     """Proposes draft trees. One drafter serves all running requests."""
 
+    @property
+    def shape(self) -> TreeShape:
+        """Bounds every tree it proposes, so that the state can be sized."""
+
     def observe(self, request: Request, hidden: Tensor) -> None:
         """Takes in newly committed positions, after the prompt and after every round.
 
@@ -79,6 +83,16 @@ class FixedWidths:
     def __post_init__(self) -> None:
         object.__setattr__(self, "widths", tuple(int(width) for width in self.widths))
         DraftTree.from_widths(self.widths)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the full tree, root included."""
+        return len(DraftTree.from_widths(self.widths))
+
+    @property
+    def max_depth(self) -> int:
+        """Depth of the deepest node."""
+        return len(self.widths)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from treewy.acceptance import Acceptance, accept_greedy, accept_sampled, choose, target_distribution, target_scores
-from treewy.drafting import Draft, Drafter, Request
+from treewy.drafting import Draft, Drafter, FixedWidths, Request
 from treewy.tree import DraftTree, TreeBatch
 
 
@@ -42,6 +42,8 @@ class Target(Protocol):
 
 class NoDrafter:
     """Plain decoding: never proposes anything."""
+
+    shape = FixedWidths(())
 
     def observe(self, request: Request, hidden: Tensor) -> None:
         pass
@@ -130,7 +132,7 @@ def start(target: Target, drafter: Drafter, request: Request, stop: Stop, *, kee
     output = target.prefill(request.index, request.tokens)
     token = choose(output.logits[0, 0], request.sampling, request.generator)
     remaining = request.remaining
-    emitted = _emit(request, [token], output.logits[0], stop, keep_scores)
+    emitted = _emit(request, [token], [0], output.logits[0], stop, keep_scores)
     drafter.observe(request, output.hidden[0])
     return Step(request.index, 0, 1, remaining, emitted)
 
@@ -167,7 +169,7 @@ def decode_round(
     for place, (request, draft, (path, token)) in enumerate(zip(requests, drafts, accepted, strict=True)):
         remaining = request.remaining
         proposed = [draft.tokens[row] for row in path[1:]] + [token]
-        emitted = _emit(request, proposed, output.logits[place, list(path)], stop, keep_scores)
+        emitted = _emit(request, proposed, path, output.logits[place], stop, keep_scores)
         steps.append(Step(request.index, len(draft.tree), len(path), remaining, emitted))
     clock.phase("emit")
 
@@ -213,14 +215,16 @@ def _accept(drafts: Sequence[Draft], requests: Sequence[Request], logits: Tensor
     return accepted
 
 
-def _emit(request: Request, tokens: Sequence[int], logits: Tensor, stop: Stop, keep_scores: bool) -> list[int]:
-    """Appends tokens until one ends the request; logits [n, V] are those that each was chosen from."""
+def _emit(
+    request: Request, tokens: Sequence[int], rows: Sequence[int], logits: Tensor, stop: Stop, keep_scores: bool
+) -> list[int]:
+    """Appends tokens until one ends the request; token i was chosen from row rows[i] of logits [T, V]."""
     emitted = []
-    for token, scores in zip(tokens, logits, strict=True):
+    for token, row in zip(tokens, rows, strict=True):
         request.tokens.append(token)
         emitted.append(token)
         if keep_scores:
-            request.scores.append(target_scores(scores, request.sampling).clone())
+            request.scores.append(target_scores(logits[row], request.sampling).clone())
         request.finish_reason = stop(request) or ("length" if request.remaining <= 0 else None)
         if request.finish_reason is not None:
             break

@@ -1,0 +1,211 @@
+"""A Hugging Face model as the target of speculation: its own forward, with GDN layers and KV that know windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from treewy.generation import TargetOutput
+from treewy.ops import Window
+from treewy.state import CommitMode, RecurrentState, StateSpec
+from treewy.transformers.kv import TreeKV
+from treewy.transformers.layers import GDNLayer
+from treewy.tree import MAX_ROWS, TreeBatch
+
+
+class HFTarget:
+    """An unmodified causal language model with the state of its running requests.
+
+    Prompts go through the model's own forward. Windows go through it too, except that its GDN layers call `treewy.ops` and
+    its attention layers see the tree's mask, positions and KV; that is only so inside `attached`.
+
+    Args:
+        model: `Qwen3NextForCausalLM`, `Qwen3_5ForCausalLM`, `Qwen3_5MoeForCausalLM`, `OlmoHybridForCausalLM`, or a
+            multimodal Qwen3.5 class (text input). With `need_gdn` False any decoder whose layers take a 4-D mask.
+        num_requests: running requests.
+        max_rows: rows of the largest window, root included.
+        max_depth: depth of the deepest window.
+        mode: `mamba_state_commit`.
+        state_dtype: of the recurrent state; transformers itself keeps it in fp32.
+        history_rows: as in `StateSpec`.
+        need_gdn: refuse a model without GDN layers.
+
+    Raises:
+        ValueError: no GDN layer, or an attention implementation that takes no mask.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_requests: int,
+        *,
+        max_rows: int = MAX_ROWS,
+        max_depth: int | None = None,
+        mode: CommitMode = "deferred",
+        state_dtype: torch.dtype = torch.float32,
+        history_rows: int | None = None,
+        need_gdn: bool = True,
+    ) -> None:
+        self.model = model
+        base: Any = model.model
+        self.text_model: Any = getattr(base, "language_model", base)
+        self.config = self.text_model.config
+        self._lm_head: Any = model.get_output_embeddings()
+        mixers = [getattr(layer, "linear_attn", None) for layer in self.text_model.layers]
+        self._gdn = {i: GDNLayer(mixer) for i, mixer in enumerate(mixers) if mixer is not None}
+        if need_gdn and not self._gdn:
+            raise ValueError(
+                f"{type(model).__name__} has no GDN layer (no `linear_attn` in its {len(mixers)} layers): its KV cache can be cut "
+                "back, so it needs no TreeWY; transformers' assisted generation speculates with it"
+            )
+        attention = self.config._attn_implementation
+        if attention not in ("sdpa", "eager"):
+            raise ValueError(
+                f"attn_implementation is {attention!r}, which takes no tree mask; load the model with 'sdpa' or 'eager'"
+            )
+        device = model.device
+        self.kv = TreeKV([i for i, mixer in enumerate(mixers) if mixer is None], num_requests, device)
+        self.state: RecurrentState | None = None
+        if self._gdn:
+            spec = StateSpec(
+                layers=next(iter(self._gdn.values())).dims,
+                num_layers=len(self._gdn),
+                mode=mode,
+                max_rows=max_rows,
+                max_depth=max_rows - 1 if max_depth is None else max_depth,
+                state_dtype=state_dtype,
+                input_dtype=model.dtype,
+                history_rows=history_rows,
+            )
+            self.state = RecurrentState(spec, num_requests, device)
+        self.committed: list[list[int]] = [[] for _ in range(num_requests)]
+        """Tokens of each request that its state holds."""
+        self._window: Window | None = None
+        self._verified: Window | None = None
+        self._tokens: list[list[int]] = []
+        self._requests: list[int] = []
+        self._attached = False
+
+    # Target
+
+    def prefill(self, request: int, tokens: Sequence[int]) -> TargetOutput:
+        """Runs a prompt through the untouched model and takes over its state. Whatever the request held is dropped."""
+        cache = DynamicCache(config=self.config)
+        ids = torch.tensor([list(tokens)], device=self.model.device)
+        with self.attached(), torch.inference_mode():
+            hidden = self.text_model(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
+            layers: Any = cache.layers
+            for place, (i, gdn) in enumerate(self._gdn.items()):
+                assert self.state is not None
+                state = layers[i].recurrent_states[0][0].transpose(1, 2)
+                conv = layers[i].conv_states[0][0].T[1 - gdn.dims.conv_width :]
+                self.state.load(place, request, state, conv)
+            attention = [layers[i] for i in range(len(layers)) if i not in self._gdn]
+            self.kv.load(request, [(layer.keys, layer.values) for layer in attention], len(tokens))
+            self.committed[request] = list(tokens)
+            return TargetOutput(self._lm_head(hidden[:, -1:]), hidden)
+
+    def verify(self, requests: Sequence[int], tokens: Tensor, trees: TreeBatch) -> TargetOutput:
+        """Runs one window per request; `tokens` [B, T] int64. What is committed does not change."""
+        device = self.model.device
+        self._requests, self._tokens = list(requests), tokens.tolist()
+        tokens, trees = tokens.to(device), trees.to(device)
+        with self.attached(), torch.inference_mode():
+            mask, positions = self.kv.begin(requests, trees, self.model.dtype)
+            if self.state is not None:
+                self._window = self.state.plan(trees, torch.tensor(self._requests, device=device))
+            try:
+                hidden = self.text_model(
+                    input_ids=tokens,
+                    attention_mask=mask,
+                    position_ids=positions,
+                    past_key_values=self.kv,
+                    use_cache=True,
+                ).last_hidden_state
+            finally:
+                self._verified, self._window = self._window, None
+            return TargetOutput(self._lm_head(hidden), hidden)
+
+    def commit(self, path: Tensor, accepted: Tensor) -> None:
+        """Accepts a path of the windows verified last: [B, P] rows, root first, and [B] lengths."""
+        paths = [row[:length] for row, length in zip(path.tolist(), accepted.tolist(), strict=True)]
+        with torch.inference_mode():
+            if self.state is not None:
+                device = self.model.device
+                assert self._verified is not None
+                self.state.commit(self._verified, path.to(device), accepted.to(device))
+            self.kv.commit(paths)
+        for request, row_tokens, accepted_rows in zip(self._requests, self._tokens, paths, strict=True):
+            self.committed[request] += [row_tokens[row] for row in accepted_rows]
+
+    def release(self, request: int) -> None:
+        """Forgets a request."""
+        if self.state is not None:
+            self.state.reset(request)
+        self.kv.lengths[request] = 0
+        self.committed[request] = []
+
+    # What a cache is asked for besides
+
+    def fork(self, source: int, target: int) -> None:
+        """`target` continues from where `source` is; neither sees the other any more."""
+        if self.state is not None:
+            self.state.copy(source, target)
+        self.kv.copy(source, target)
+        self.committed[target] = list(self.committed[source])
+
+    def crop(self, request: int, length: int) -> None:
+        """Cuts a request back to its first `length` tokens.
+
+        A recurrent state cannot be cut, so a real cut runs the kept tokens again: exact, at the price of a prefill.
+
+        Raises:
+            ValueError: a length below 0 or above the committed one.
+        """
+        committed = self.committed[request]
+        if not 0 <= length <= len(committed):
+            raise ValueError(
+                f"length {length} is outside 0 .. {len(committed)}, the tokens that request {request} holds"
+            )
+        if length == 0:
+            self.release(request)
+        elif length < len(committed):
+            self.prefill(request, committed[:length])
+
+    # The model's forward
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Lets the model's GDN layers serve windows; the model is as before when this ends. Nesting is fine."""
+        if self._attached:
+            yield
+            return
+        before: dict[nn.Module, Any] = {}
+        try:
+            self._attached = True
+            for place, gdn in enumerate(self._gdn.values()):
+                before[gdn.module] = gdn.module.__dict__.get("forward")
+                gdn.module.forward = partial(self._gdn_forward, place, gdn, gdn.module.forward)
+            yield
+        finally:
+            for module, forward in before.items():
+                if forward is None:
+                    del module.forward
+                else:
+                    module.forward = forward
+            self._attached = False
+
+    def _gdn_forward(
+        self, place: int, gdn: GDNLayer, original: Callable[..., Tensor], hidden_states: Tensor, **kwargs: Any
+    ) -> Tensor:
+        if self._window is None:
+            return original(hidden_states=hidden_states, **kwargs)
+        assert self.state is not None
+        x, a, b, z = gdn.project(hidden_states)
+        return gdn.finish(self.state.verify(place, self._window, x, a, b, gdn.params), z)
