@@ -18,7 +18,7 @@ from treewy.tree import MAX_ROWS, DraftTree, TreeBatch
 
 @st.composite
 def parent_lists(draw: st.DrawFn, max_rows: int = MAX_ROWS) -> list[int]:
-    """Parents in any parent-first order; how far back a parent lies is drawn, so chains, stars and all between occur."""
+    """Parents in any parent-first order; the reach back to a parent is drawn, so chains, stars and others occur."""
     rows = draw(st.integers(1, max_rows))
     reach = draw(st.integers(1, max_rows))
     return [-1] + [draw(st.integers(max(0, row - reach), row - 1)) for row in range(1, rows)]
