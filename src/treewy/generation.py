@@ -46,13 +46,14 @@ class NoDrafter:
     shape = FixedWidths(())
 
     def observe(self, request: Request, hidden: Tensor) -> None:
-        pass
+        """Nothing to learn."""
 
     def draft(self, requests: Sequence[Request]) -> list[Draft]:
+        """The bare root for every request."""
         return [Draft(DraftTree.chain(0), request.tokens[-1:]) for request in requests]
 
     def release(self, index: int) -> None:
-        pass
+        """Nothing to forget."""
 
 
 class Step(NamedTuple):
@@ -151,7 +152,9 @@ def decode_round(
     """
     clock = _Clock()
 
-    drafts = [_within(draft, request.remaining) for draft, request in zip(drafter.draft(requests), requests, strict=True)]
+    drafts = [
+        _within(draft, request.remaining) for draft, request in zip(drafter.draft(requests), requests, strict=True)
+    ]
     clock.phase("draft")
 
     trees = TreeBatch.of([draft.tree for draft in drafts])
@@ -177,7 +180,8 @@ def decode_round(
     paths = [path[: len(step.emitted)] for (path, _), step in zip(accepted, steps, strict=True)]
     longest = max(map(len, paths))
     target.commit(
-        torch.tensor([[*path, *(0,) * (longest - len(path))] for path in paths]), torch.tensor([len(path) for path in paths])
+        torch.tensor([[*path, *(0,) * (longest - len(path))] for path in paths]),
+        torch.tensor([len(path) for path in paths]),
     )
     for place, (request, path) in enumerate(zip(requests, paths, strict=True)):
         drafter.observe(request, output.hidden[place, list(path)])

@@ -1,4 +1,4 @@
-"""Tiny random models of every supported class, fp32, with a little of everything: grouped heads, MoE, negative eigenvalues."""
+"""Tiny random models of every supported class, fp32: grouped heads, experts, negative eigenvalues."""
 
 from __future__ import annotations
 

@@ -43,8 +43,9 @@ class SpeculativeDecoder:
     Args:
         model: `Qwen3NextForCausalLM`, `Qwen3_5ForCausalLM`, `Qwen3_5MoeForCausalLM`, `OlmoHybridForCausalLM`, or a
             multimodal Qwen3.5 class (text input). It is only borrowed while tokens are generated.
-        drafter: "mtp" (the checkpoint's own head), "ngram" (looks the text up in itself), "model" (needs `draft_model`),
-            "none" (plain decoding), or an object of your own with the protocol of `treewy.drafting.Drafter`.
+        drafter: "mtp" (the checkpoint's own head), "ngram" (looks the text up in itself), "model" (needs
+            `draft_model`), "none" (plain decoding), or an object of your own with the protocol of
+            `treewy.drafting.Drafter`.
         draft_tree_widths: fixed shape, the branching at every depth: (1, 1, 1) is a chain, (3, 3, 3) a tree of 40 rows.
         draft_tree_budget: rows of a tree that grows best first instead, so that shapes differ per request and round.
         max_draft_depth: depth limit of the best-first tree.
@@ -57,8 +58,8 @@ class SpeculativeDecoder:
         history_rows: rows of pending history in the mode "deferred".
 
     Raises:
-        ValueError: no GDN layer, no MTP head, widths or a budget that do not fit 64 rows, both or neither shape where one
-            is needed, an unknown drafter.
+        ValueError: no GDN layer, no MTP head, widths or a budget that do not fit 64 rows, both shapes at once, an
+            unknown drafter.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class SpeculativeDecoder:
             keep_scores: keep the scores that each token was chosen from.
 
         Raises:
-            ValueError: an empty prompt, a token outside the vocabulary, or more tokens than the model has positions for.
+            ValueError: an empty prompt, a token outside the vocabulary, or more tokens than the model has positions.
         """
         return Run(self, prompts, sampling, max_new_tokens, stop, keep_scores)
 
@@ -227,8 +228,8 @@ class SpeculativeDecoder:
 class Run:
     """Sequences that are being decoded. Iterating yields, per round, what each running sequence emitted.
 
-    The first item is the token that each prompt's prefill gives. Stop iterating whenever you like: the model is as before
-    between rounds, and `requests` holds what was emitted so far.
+    The first item is the token that each prompt's prefill gives. Stop iterating whenever you like: between rounds the
+    model is as it was before, and `requests` holds what was emitted so far.
     """
 
     def __init__(
@@ -302,6 +303,7 @@ class StopRules:
         self._tail = max((len(string.encode()) for string in self._strings), default=0) + 4
 
     def __call__(self, request: Request) -> str | None:
+        """Why the request ends with its last token, "stop_token" or "stop_string", or None."""
         if request.tokens[-1] in self._token_ids:
             return "stop_token"
         if self._strings:
@@ -344,12 +346,12 @@ def _check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, config
     for i, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {i} is empty; give at least one token")
-        if not (0 <= min(prompt) and max(prompt) < config.vocab_size):
+        if not (min(prompt) >= 0 and max(prompt) < config.vocab_size):
             raise ValueError(f"prompt {i} has a token outside the vocabulary, 0 .. {config.vocab_size - 1}")
         if len(prompt) + max_new_tokens > config.max_position_embeddings:
             raise ValueError(
-                f"prompt {i} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}; together they exceed the model's "
-                f"{config.max_position_embeddings} positions: shorten one of them"
+                f"prompt {i} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}; together they exceed the "
+                f"model's {config.max_position_embeddings} positions: shorten one of them"
             )
 
 

@@ -16,8 +16,8 @@ from treewy.tree import MAX_ROWS, DraftTree, TreeBatch
 class DraftModelDrafter:
     """Drafts with a causal language model that shares the target's tokenizer.
 
-    The draft model is run as a target of its own: the text since the last round is one window, a chain, that is committed;
-    every level of the tree is verified in a window and never committed.
+    The draft model is run as a target of its own: the text since the last round is one window, a chain, and is
+    committed; every level of the tree is verified in a window that is never committed.
 
     Args:
         model: the draft model.

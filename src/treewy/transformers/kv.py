@@ -1,4 +1,4 @@
-"""KV of the softmax layers for windows: rows of a tree beside each other, the accepted ones moved up behind the text."""
+"""KV of the softmax layers for windows: a tree's rows beside each other, the accepted ones moved up behind the text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from treewy.tree import TreeBatch
 class TreeKV:
     """Keys and values of all softmax layers for all running requests.
 
-    It stands in for a Hugging Face cache in a forward over windows: attention layers call `update`. The rows of a window
-    are written behind the request's committed rows; `commit` keeps the accepted ones.
+    It stands in for a Hugging Face cache in a forward over windows: attention layers call `update`. The rows of a
+    window are written behind the request's committed rows; `commit` keeps the accepted ones.
 
     Args:
         layer_indices: `layer_idx` of each softmax layer.

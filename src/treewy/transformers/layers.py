@@ -39,8 +39,8 @@ class GDNLayer:
         family = next((family for family in _FAMILIES if hasattr(module, family.mark)), None)
         if family is None:
             raise ValueError(
-                f"{type(module).__name__} is no GDN layer that is known here; known are the layers of Qwen3-Next, Qwen3.5 and "
-                "OLMo-Hybrid"
+                f"{type(module).__name__} is no GDN layer that is known here; known are those of Qwen3-Next, Qwen3.5 "
+                "and OLMo-Hybrid"
             )
         if module.activation not in ("silu", "swish"):
             raise ValueError(

@@ -22,8 +22,8 @@ from treewy.tree import MAX_ROWS, TreeBatch
 class HFTarget:
     """An unmodified causal language model with the state of its running requests.
 
-    Prompts go through the model's own forward. Windows go through it too, except that its GDN layers call `treewy.ops` and
-    its attention layers see the tree's mask, positions and KV; that is only so inside `attached`.
+    Prompts go through the model's own forward. Windows go through it too, except that its GDN layers call `treewy.ops`
+    and its attention layers see the tree's mask, positions and KV; that is only so inside `attached`.
 
     Args:
         model: `Qwen3NextForCausalLM`, `Qwen3_5ForCausalLM`, `Qwen3_5MoeForCausalLM`, `OlmoHybridForCausalLM`, or a
@@ -61,8 +61,8 @@ class HFTarget:
         self._gdn = {i: GDNLayer(mixer) for i, mixer in enumerate(mixers) if mixer is not None}
         if need_gdn and not self._gdn:
             raise ValueError(
-                f"{type(model).__name__} has no GDN layer (no `linear_attn` in its {len(mixers)} layers): its KV cache can be cut "
-                "back, so it needs no TreeWY; transformers' assisted generation speculates with it"
+                f"{type(model).__name__} has no GDN layer (no `linear_attn` in its {len(mixers)} layers): its KV cache "
+                "can be cut back, so it needs no TreeWY; transformers' assisted generation speculates with it"
             )
         attention = self.config._attn_implementation
         if attention not in ("sdpa", "eager"):
