@@ -148,11 +148,11 @@ class TestDrafts:
         session = Session(random_head(family_model), shape)
         requests = [session.request(index, length) for index, length in enumerate((5, 9, 2))]
         nodes = 0
-        for accepted in (1, 3, 2), (4, 1, 1):
+        for accepted in (1, 3, 2), (1, 1, 1), (4, 1, 1):
             nodes += check(monkeypatch, session, requests)
             for request, count in zip(requests, accepted, strict=True):
                 session.extend(request, count)
-        assert nodes >= 2 * 3 * 3
+        assert nodes >= 3 * 3 * 3
 
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
     def test_one_request_alone_and_equal_lengths(self, head, shape, monkeypatch):
@@ -254,11 +254,13 @@ class TestRequests:
 
     def test_a_released_request_leaves_nothing_behind(self, head, monkeypatch):
         session = Session(head, FixedWidths((2, 2)))
-        broken = Request(0, [1] * 31, 1, 99, SamplingParams(), torch.Generator())
+        long = session.request(0, 40)
+        broken = Request(1, [1] * 31, 1, 99, SamplingParams(), torch.Generator())
         session.drafter.observe(broken, torch.full((30, WIDTH), torch.nan))
-        session.drafter.draft([broken])
-        session.drafter.release(0)
-        check(monkeypatch, session, [session.request(1, 4), session.request(2, 9)])
+        session.drafter.draft([long, broken])
+        session.drafter.release(1)
+        session.extend(long, 1)
+        check(monkeypatch, session, [long, session.request(2, 4)])
 
     def test_no_deeper_than_a_request_may_go(self, head, monkeypatch):
         session = Session(head, FixedWidths((1, 1, 1)))
