@@ -24,6 +24,9 @@ from treewy.transformers import mtp
 from treewy.transformers.mtp import MTPDrafter, MTPHead
 
 WIDTH = 32
+GPU = [
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
+]
 SHAPES = [FixedWidths((1, 1, 1)), FixedWidths((2, 2, 2)), NodeBudget(12, 4)]
 
 
@@ -61,7 +64,7 @@ class Session:
         self.hidden: dict[int, Tensor] = {}
 
     def request(self, index: int, length: int, max_new_tokens: int = 100, temperature: float = 0.0) -> Request:
-        self.hidden[index] = torch.zeros(0, WIDTH)
+        self.hidden[index] = torch.zeros(0, WIDTH, device=self.head.fc.weight.device)
         request = Request(
             index, [3], 1, max_new_tokens + length, SamplingParams(temperature), torch.Generator().manual_seed(index)
         )
@@ -70,7 +73,7 @@ class Session:
 
     def extend(self, request: Request, count: int) -> None:
         """Commits `count` positions and observes them."""
-        hidden = torch.randn(count, WIDTH, generator=self.random)
+        hidden = torch.randn(count, WIDTH, generator=self.random).to(self.head.fc.weight.device)
         self.hidden[request.index] = torch.cat([self.hidden[request.index], hidden])
         request.tokens += torch.randint(VOCAB, (count,), generator=self.random).tolist()
         self.drafter.observe(request, hidden.to(self.head.fc.weight.dtype))
@@ -81,10 +84,10 @@ def naive_logits(head: MTPHead, hidden: Tensor, tokens: list[int], path: list[in
     """[V] logits after the draft nodes `path` below the last of `tokens`."""
     inputs = hidden
     for node in range(len(path) + 1):
-        following = torch.tensor([tokens[1:] + path[:node]])
+        following = torch.tensor([tokens[1:] + path[:node]], device=hidden.device)
         count = inputs.shape[0]
-        mask = torch.full((count, count), torch.finfo(torch.float32).min).triu(1)[None, None]
-        output = head(inputs[None], following, head.rotary(torch.arange(count)[None]), mask)[0]
+        mask = inputs.new_full((count, count), torch.finfo(inputs.dtype).min).triu(1)[None, None]
+        output = head(inputs[None], following, head.rotary(torch.arange(count, device=hidden.device)[None]), mask)[0]
         inputs = torch.cat([inputs, output[-1:]])
     return head.logits(output[-1])
 
@@ -191,8 +194,17 @@ class TestDrafts:
             assert [draft.tokens[child] for child in children] == expected.tolist()
         assert draft.probs is None
 
-    def test_bfloat16(self, monkeypatch):
-        model = tiny_model("qwen3_5").bfloat16()
+    @pytest.mark.parametrize("device", GPU)
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_gpu(self, family_model, device, shape, monkeypatch):
+        session = Session(random_head(copy.deepcopy(family_model).to(device)), shape)
+        assert session.head.fc.weight.is_cuda
+        requests = [session.request(index, length) for index, length in enumerate((5, 70, 2))]
+        check(monkeypatch, session, requests)
+
+    @pytest.mark.parametrize("device", ["cpu", *GPU])
+    def test_bfloat16(self, device, monkeypatch):
+        model = tiny_model("qwen3_5").to(device, torch.bfloat16)
         session = Session(random_head(model), FixedWidths((2, 2)))
         assert session.head.fc.weight.dtype == torch.bfloat16
         requests = [session.request(0, 5), session.request(1, 8)]
