@@ -98,8 +98,8 @@ def test_target_distribution_equals_the_warpers_of_transformers(vocab, temperatu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("vocab", [6, 700])
 def test_target_distribution_with_ties_equals_the_warpers_of_transformers(vocab, dtype):
-    """Whole numbers as logits: most rows tie at the edges of top-k and top-p. How many of the tokens that tie at the edge
-    of top-p stay is settled; which ones is open in theirs, whose sort is not stable."""
+    """Whole numbers as logits: most rows tie at the edges of top-k and top-p. How many of the tokens that tie at the
+    edge of top-p stay is settled; which ones is open in theirs, whose sort is not stable."""
     logits = torch.randint(-3, 3, (64, vocab), generator=generator()).to(dtype)
     for top_k, top_p in itertools.product([0, 1, 3, 50], [1.0, 0.95, 0.5, 0.05]):
         params = SamplingParams(1.0, top_p, top_k)

@@ -231,7 +231,9 @@ def _grow_fixed(
         children = (exists[:, :, None] & (reach > depth)).expand(-1, -1, width)
         if draws:
             children = children.clone()
-            for params, members in alike.items():
+            for params, group in alike.items():
+                # Past its limit a request draws no more, or its tokens would depend on how deep its neighbours go.
+                members = [b for b in group if depths[b] > depth]
                 for b, q in zip(members, target_distribution(logits[members], params), strict=True):
                     tokens[b], has_mass = _draw_children(q, width, draws[b][1])
                     children[b] &= has_mass
