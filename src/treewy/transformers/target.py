@@ -98,7 +98,7 @@ class HFTarget:
         """Runs a prompt through the untouched model and takes over its state. Whatever the request held is dropped."""
         cache = DynamicCache(config=self.config)
         ids = torch.tensor([list(tokens)], device=self.model.device)
-        with self.attached(), torch.inference_mode():
+        with self.attached(), torch.no_grad():
             hidden = self.text_model(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
             layers: Any = cache.layers
             for place, (i, gdn) in enumerate(self._gdn.items()):
@@ -116,7 +116,7 @@ class HFTarget:
         device = self.model.device
         self._requests, self._tokens = list(requests), tokens.tolist()
         tokens, trees = tokens.to(device), trees.to(device)
-        with self.attached(), torch.inference_mode():
+        with self.attached(), torch.no_grad():
             mask, positions = self.kv.begin(requests, trees, self.model.dtype)
             if self.state is not None:
                 self._window = self.state.plan(trees, torch.tensor(self._requests, device=device))
@@ -135,7 +135,7 @@ class HFTarget:
     def commit(self, path: Tensor, accepted: Tensor) -> None:
         """Accepts a path of the windows verified last: [B, P] rows, root first, and [B] lengths."""
         paths = [row[:length] for row, length in zip(path.tolist(), accepted.tolist(), strict=True)]
-        with torch.inference_mode():
+        with torch.no_grad():
             if self.state is not None:
                 device = self.model.device
                 assert self._verified is not None
