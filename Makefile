@@ -8,7 +8,7 @@ WORKERS ?= 2
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format docs clean
+.PHONY: help demo setup test lint format docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 18
@@ -24,6 +24,9 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt
 $(VENV)/dev.stamp: $(VENV)/run.stamp
 	$(PIP) install --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+demo: $(VENV)/run.stamp ## continue a text with the shipped model and a tree of 40 rows, and compare with plain decoding
+	$(BIN)/treewy generate --widths 3,3,3 --mode deferred
 
 setup: $(VENV)/dev.stamp ## build .venv with the pinned development environment
 

@@ -220,7 +220,7 @@ def _refusals(hint: str = "") -> Iterator[None]:
 @contextmanager
 def _progress(console: Console, description: str, total: int | None = None) -> Iterator[tuple[Progress, TaskID]]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         yield bar, bar.add_task(description, total=total)
 
 
