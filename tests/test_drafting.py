@@ -229,13 +229,13 @@ def test_ragged_trees_of_drawn_children():
 
 
 def test_limits_cut_drawn_trees():
-    params = [SamplingParams(1.0)] * 3
+    params = [SamplingParams(1.0, 0.99), SamplingParams(1.0, top_k=6), SamplingParams(1.0)]
     drafts, model = grow(
         [1, 2, 3], FixedWidths((2, 2)), limits=[0, 1, 2], sampling=params, generators=[generator()] * 3
     )
     assert [len(draft.tree) for draft in drafts] == [1, 3, 7]
     assert drafts[0].probs is None
-    assert torch.equal(drafts[1].probs[0], target_distribution(model.after((2,)), params[0]))
+    assert torch.equal(drafts[1].probs[0], target_distribution(model.after((2,)), params[1]))
     assert torch.count_nonzero(drafts[1].probs[1:]) == 0
 
 
