@@ -1,8 +1,8 @@
 """The target adapter against the untouched model, fp32.
 
-Every row of every window is compared with the model's own forward over the text on the row's path, and after every commit
-recurrent, convolution and KV state with a fresh prefill of the same tokens. Bounds are those of fp32 sums in another order:
-transformers' own two paths (chunked and step by step) differ by as much.
+Every row of every window is compared with the model's own forward over the text on the row's path, and after every
+commit recurrent, convolution and KV state with a fresh prefill of the same tokens. Bounds are those of fp32 sums in
+another order: transformers' own two paths (chunked and step by step) differ by as much.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def assert_state_is_that_of(target: HFTarget, request: int, tokens: list[int], t
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", MODES)
 def test_windows_and_states_equal_the_model_from_scratch(family, mode):
-    """Classes 9, 32 and 34: ragged random trees in one batch, prompts of 1, 5 and 70 tokens, a subset in some rounds."""
+    """Classes 9, 32, 34: ragged random trees in one batch, prompts of 1, 5 and 70 tokens, a subset in some rounds."""
     rng, model = random.Random(1), tiny_model(family)
     target = HFTarget(model, 3, max_rows=16, mode=mode)
     texts = [text(n, n) for n in (1, 5, 70)]

@@ -82,16 +82,25 @@ class SpeculativeDecoder:
                 "draft_tree_widths and draft_tree_budget exclude each other: a fixed shape or a best-first one"
             )
         shape: TreeShape
-        if draft_tree_budget is not None:
+        if drafter == "none":
+            shape = NoDrafter.shape
+        elif not isinstance(drafter, str):
+            shape = drafter.shape
+        elif draft_tree_budget is not None:
             shape = NodeBudget(draft_tree_budget, max_draft_depth)
         elif draft_tree_widths is not None:
             shape = FixedWidths(tuple(draft_tree_widths))
         else:
             shape = NodeBudget(16, max_draft_depth) if drafter == "ngram" else FixedWidths((1, 1, 1))
+        if draw_drafts and isinstance(shape, NodeBudget):
+            raise ValueError(
+                "draw_drafts needs draft_tree_widths: a best-first tree keeps nodes by the probability of their tokens, and "
+                "with drawn tokens that would bias the output; without draw_drafts it is lossless at any temperature"
+            )
         self.model = model
         self.mode: CommitMode = mamba_state_commit
-        self._state_dtype, self._history_rows = state_dtype, history_rows
-        HFTarget(model, 1, max_rows=1, mode=self.mode)  # refuses what it cannot serve, before anything is loaded
+        self._shape, self._state_dtype, self._history_rows = shape, state_dtype, history_rows
+        self.target(1)  # refuses what it cannot serve, before anything is loaded
         self.drafter: Drafter
         if drafter == "mtp":
             self.drafter = MTPDrafter(MTPHead.from_checkpoint(model, mtp_checkpoint), shape, sampled=draw_drafts)
@@ -115,6 +124,18 @@ class SpeculativeDecoder:
             )
         else:
             self.drafter = drafter
+
+    def target(self, num_requests: int) -> HFTarget:
+        """The model with state for `num_requests` sequences, sized for this decoder's trees."""
+        return HFTarget(
+            self.model,
+            num_requests,
+            max_rows=self._shape.rows,
+            max_depth=min(self._shape.max_depth, self._shape.rows - 1),
+            mode=self.mode,
+            state_dtype=self._state_dtype,
+            history_rows=self._history_rows,
+        )
 
     def run(
         self,
@@ -248,16 +269,7 @@ class Run:
             )
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; it is 1 or more")
-        shape = decoder.drafter.shape
-        self.target = HFTarget(
-            decoder.model,
-            len(prompts),
-            max_rows=shape.rows,
-            max_depth=min(shape.max_depth, shape.rows - 1),
-            mode=decoder.mode,
-            state_dtype=decoder._state_dtype,
-            history_rows=decoder._history_rows,
-        )
+        self.target = decoder.target(len(prompts))
         _check_prompts(prompts, max_new_tokens, self.target.config)
         self.requests = [
             Request(i, list(prompt), len(prompt), max_new_tokens, params, _generator(params.seed))
