@@ -40,7 +40,7 @@ format: $(VENV)/dev.stamp ## let ruff mend what it can
 	$(BIN)/ruff format .
 
 test: lint ## set-up, lint, types, then all tests with coverage
-	$(ONE_THREAD) $(BIN)/pytest -n $(WORKERS) --cov --cov-report=term --cov-fail-under=95
+	$(ONE_THREAD) $(BIN)/pytest -n $(WORKERS) -m "not gpu" --cov --cov-report=term --cov-fail-under=95
 
 docs: $(VENV)/dev.stamp ## API reference from the docstrings, into build/docs
 	$(BIN)/pdoc --docformat google --math --output-directory build/docs treewy
