@@ -408,6 +408,14 @@ def test_random_distributions_exactly(chance, seed):
         assert (emitted - expected).abs().max() <= 1e-12
 
 
+def test_a_rejection_by_rounding_alone_still_emits_a_token_of_the_target(monkeypatch):
+    """Where p equals q to the last bit, nothing is left of p - q, and a child can only be rejected by rounding."""
+    monkeypatch.setattr(acceptance, "_happens", lambda probability, _: False)
+    p = torch.tensor([[0.25, 0.75, 0.0]]).repeat(2, 1)
+    tokens = [accept_sampled(DraftTree.chain(1), [0, 1], p, p, g).token for g in [generator()] for _ in range(100)]
+    assert set(tokens) == {0, 1}
+
+
 def test_acceptance_of_a_child_is_as_likely_as_it_can_be(chance):
     """One drawn child is accepted with probability sum(min(p, q)), the overlap of the two distributions."""
     p, q = torch.tensor(ROWS["different"][0]), torch.tensor(ROWS["different"][1])

@@ -331,6 +331,12 @@ def test_row_63_uses_the_sign_bit():
     assert torch.equal(batch.is_ancestor()[0], torch.ones(64, 64, dtype=torch.bool).tril())
 
 
+def test_batch_moves_to_a_device():
+    batch = TreeBatch.of([DraftTree.from_widths((2, 2))], device="meta")
+    assert {field.device.type for field in batch if isinstance(field, torch.Tensor)} == {"meta"}
+    assert batch.max_depth == 2
+
+
 def test_batch_refuses_nothing_and_too_few_rows():
     with pytest.raises(ValueError, match="at least one tree"):
         TreeBatch.of([])
