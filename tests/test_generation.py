@@ -36,8 +36,7 @@ def never(request):
 
 
 def run(target, drafter, requests, stop=never, **kwargs):
-    for request in requests:
-        start(target, drafter, request, stop, **kwargs)
+    start(target, drafter, requests, stop, **kwargs)
     return list(decode(target, drafter, requests, stop, **kwargs))
 
 
@@ -77,12 +76,11 @@ def test_state_after_every_round_is_that_of_the_text(mode: CommitMode):
     target = ToyTarget(mode, max_rows=16)
     requests = requests_for(PROMPTS, 40)
     drafter = KnownText(TEXTS, NodeBudget(16, 15), accuracy=0.9, vocab=VOCAB)
-    for request in requests:
-        start(target, drafter, request, never)
+    start(target, drafter, requests, never)
     for _ in decode(target, drafter, requests, never):
         for request in requests:
             fresh = ToyTarget("store_all", 1, 1)
-            fresh.prefill(0, request.tokens[:-1])
+            fresh.prefill([0], [request.tokens[:-1]])
             for mine, its in zip(target.state.read(0, request.index), fresh.state.read(0, 0), strict=True):
                 torch.testing.assert_close(mine, its, rtol=1e-11, atol=1e-11)
 
@@ -106,21 +104,21 @@ def test_a_stop_inside_the_accepted_path_commits_no_further(mode: CommitMode):
     request = Request(2, list(PROMPTS[2]), len(PROMPTS[2]), 60, SamplingParams(), torch.Generator())
     drafter = KnownText(TEXTS, FixedWidths((1,) * 12), accuracy=1.0, vocab=VOCAB)
     stop = lambda request: "enough" if len(request.tokens) == cut else None  # noqa: E731
-    start(target, drafter, request, stop)
+    start(target, drafter, [request], stop)
     (round_,) = decode(target, drafter, [request], stop)
     assert request.finish_reason == "enough"
     assert request.tokens == text[:cut]
     assert round_.steps[0].accepted == 13
     assert len(round_.steps[0].emitted) == 6
     fresh = ToyTarget("store_all", 1, 1)
-    fresh.prefill(0, text[: cut - 1])
+    fresh.prefill([0], [text[: cut - 1]])
     torch.testing.assert_close(target.state.read(0, 2), fresh.state.read(0, 0), rtol=1e-12, atol=1e-12)
 
 
 def test_trees_are_cut_to_what_may_still_be_emitted():
     request = requests_for([PROMPTS[0]], 3)[0]
     target, drafter = ToyTarget(max_rows=40), KnownText(TEXTS, FixedWidths((3, 3, 3)), 1.0, VOCAB)
-    start(target, drafter, request, never)
+    start(target, drafter, [request], never)
     round_ = decode_round(target, drafter, [request], never)
     assert round_.steps[0].rows == 4  # two tokens are left: the root and its children
     assert request.tokens == TEXTS[0][:4]
@@ -128,14 +126,14 @@ def test_trees_are_cut_to_what_may_still_be_emitted():
 
 def test_a_stop_at_the_first_token_starts_no_round():
     request = requests_for([PROMPTS[1]], 60)[0]
-    step = start(ToyTarget(), NoDrafter(), request, lambda request: "stop_token")
+    (step,) = start(ToyTarget(), NoDrafter(), [request], lambda request: "stop_token")
     assert (request.finish_reason, len(step.emitted)) == ("stop_token", 1)
     assert list(decode(ToyTarget(), NoDrafter(), [request], never)) == []
 
 
 def test_an_empty_prompt_is_refused():
-    with pytest.raises(ValueError, match="prompt is empty"):
-        start(ToyTarget(), NoDrafter(), requests_for([[]], 4)[0], never)
+    with pytest.raises(ValueError, match="prompt of request 0 is empty"):
+        start(ToyTarget(), NoDrafter(), requests_for([[]], 4), never)
 
 
 def test_acceptance_stays_what_it_is_over_5000_rounds():
@@ -148,7 +146,7 @@ def test_acceptance_stays_what_it_is_over_5000_rounds():
     request = Request(0, list(prompt), len(prompt), 10**6, SamplingParams(), torch.Generator())
     target = ToyTarget(num_requests=1, max_rows=3)
     drafter = KnownText([text], FixedWidths((1, 1)), accuracy=0.8, vocab=VOCAB)
-    start(target, drafter, request, never)
+    start(target, drafter, [request], never)
     lengths = []
     for round_ in itertools.islice(decode(target, drafter, [request], never), 5000):
         lengths.append(round_.steps[0].accepted)
@@ -276,7 +274,7 @@ def test_statistics_count_windows_depths_and_rows():
 def test_a_round_says_how_long_each_phase_took():
     request = requests_for([PROMPTS[0]], 60)[0]
     target, drafter = ToyTarget(max_rows=4), KnownText(TEXTS, FixedWidths((1, 1, 1)), 1.0, VOCAB)
-    start(target, drafter, request, never)
+    start(target, drafter, [request], never)
     round_ = decode_round(target, drafter, [request], never)
     assert set(round_.seconds) == {"draft", "expand", "verify", "accept", "emit", "commit"}
     assert all(seconds > 0 for seconds in round_.seconds.values())

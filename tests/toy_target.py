@@ -35,7 +35,10 @@ class ToyTarget:
         self.state = RecurrentState(spec, num_requests)
         self._window: Window | None = None
 
-    def prefill(self, request: int, tokens: Sequence[int]) -> TargetOutput:
+    def prefill(self, requests: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[TargetOutput]:
+        return [self._prefill(request, prompt) for request, prompt in zip(requests, prompts, strict=True)]
+
+    def _prefill(self, request: int, tokens: Sequence[int]) -> TargetOutput:
         """Row by row: every token is a round of its own."""
         self.state.reset(request)
         outputs = []
@@ -61,4 +64,4 @@ class ToyTarget:
         """[V]: what the target says after this text, from scratch."""
         fresh = ToyTarget("store_all", 1, 1)
         fresh._out = self._out
-        return fresh.prefill(0, tokens).logits[0, 0]
+        return fresh.prefill([0], [tokens])[0].logits[0, 0]

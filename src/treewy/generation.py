@@ -27,8 +27,8 @@ class TargetOutput(NamedTuple):
 class Target(Protocol):
     """The model that is sped up, with the state of its running requests."""
 
-    def prefill(self, request: int, tokens: Sequence[int]) -> TargetOutput:
-        """Runs a prompt; logits [1, 1, V] of its last token, hidden [1, n, D] of all."""
+    def prefill(self, requests: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[TargetOutput]:
+        """Runs one prompt per request; for each, logits [1, 1, V] of its last token and hidden [1, n, D] of all."""
 
     def verify(self, requests: Sequence[int], tokens: Tensor, trees: TreeBatch) -> TargetOutput:
         """Runs one window per request, tokens [B, T] int64, without changing what is committed."""
@@ -122,20 +122,26 @@ Stop = Callable[[Request], str | None]
 """Asked after every token: why this request ends here, or None."""
 
 
-def start(target: Target, drafter: Drafter, request: Request, stop: Stop, *, keep_scores: bool = False) -> Step:
-    """Prefills a prompt and emits its first token.
+def start(
+    target: Target, drafter: Drafter, requests: Sequence[Request], stop: Stop, *, keep_scores: bool = False
+) -> list[Step]:
+    """Prefills the prompts and emits the first token of each.
 
     Raises:
         ValueError: an empty prompt.
     """
-    if not request.tokens:
-        raise ValueError("the prompt is empty; give at least one token")
-    output = target.prefill(request.index, request.tokens)
-    token = choose(output.logits[0, 0], request.sampling, request.generator)
-    remaining = request.remaining
-    emitted = _emit(request, [token], [0], output.logits[0], stop, keep_scores)
-    drafter.observe(request, output.hidden[0])
-    return Step(request.index, 0, 1, remaining, emitted)
+    for request in requests:
+        if not request.tokens:
+            raise ValueError(f"the prompt of request {request.index} is empty; give at least one token")
+    outputs = target.prefill([request.index for request in requests], [request.tokens for request in requests])
+    steps = []
+    for request, output in zip(requests, outputs, strict=True):
+        token = choose(output.logits[0, 0], request.sampling, request.generator)
+        remaining = request.remaining
+        emitted = _emit(request, [token], [0], output.logits[0], stop, keep_scores)
+        drafter.observe(request, output.hidden[0])
+        steps.append(Step(request.index, 0, 1, remaining, emitted))
+    return steps
 
 
 def decode_round(

@@ -1,7 +1,7 @@
 """`SpeculativeDecoder.generate` against `model.generate` of the untouched model, fp32, on tiny random models.
 
-The drafter of most tests knows the coming text and is wrong as often as it is told, so that every shape sees all lengths
-of acceptance. Token streams must be identical, whatever is drafted.
+The drafter of most tests knows the coming text and is wrong as often as it is told, so that every shape sees every
+length of acceptance. Token streams must be identical, whatever is drafted.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def forward(model, tokens):
 
 def assert_state_is_that_of(target: HFTarget, request: int, tokens: list[int], tolerance: float = 3e-4):
     fresh = HFTarget(target.model, 1, max_rows=1)
-    fresh.prefill(0, tokens)
+    fresh.prefill([0], [tokens])
     assert target.committed[request] == tokens
     for place in range(3):
         for mine, its in zip(target.state.read(place, request), fresh.state.read(place, 0), strict=True):
@@ -51,7 +51,7 @@ def test_windows_and_states_equal_the_model_from_scratch(family, mode):
     target = HFTarget(model, 3, max_rows=16, mode=mode)
     texts = [text(n, n) for n in (1, 5, 70)]
     for request, tokens in enumerate(texts):
-        logits = target.prefill(request, tokens).logits[0, 0]
+        logits = target.prefill([request], [tokens])[0].logits[0, 0]
         torch.testing.assert_close(logits, forward(model, tokens))
     for round_ in range(6):
         requests = [0, 1, 2] if round_ != 3 else [2, 0]
@@ -81,7 +81,7 @@ def test_the_model_is_as_before(family):
     reference = forward(model, tokens)
     target = HFTarget(model, 1, max_rows=4)
     with target.attached():
-        target.prefill(0, tokens)
+        target.prefill([0], [tokens])
         target.verify([0], torch.tensor([[1, 2, 3, 4]]), TreeBatch.of([DraftTree.chain(3)]))
         torch.testing.assert_close(forward(model, tokens), reference, rtol=0, atol=0)  # even while it is borrowed
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -103,7 +103,7 @@ def test_a_forward_of_the_users_own_is_put_back():
 
     layer.forward = theirs
     target = HFTarget(model, 1, max_rows=1)
-    target.prefill(0, text(4))
+    target.prefill([0], [text(4)])
     assert calls == [1]
     assert layer.forward is theirs
 
@@ -114,7 +114,7 @@ def test_the_model_is_as_before_when_a_forward_fails():
     target = HFTarget(model, 2, max_rows=4)
     texts = [text(6, 1), text(11, 2)]
     for request, tokens in enumerate(texts):
-        target.prefill(request, tokens)
+        target.prefill([request], [tokens])
     broken = model.model.layers[2].mlp
     original = broken.forward
 
@@ -138,7 +138,7 @@ def test_crop_gives_the_state_of_the_shorter_text(mode):
     model = tiny_model("qwen3_5")
     target = HFTarget(model, 1, max_rows=6, mode=mode)
     tokens = text(5)
-    target.prefill(0, tokens)
+    target.prefill([0], [tokens])
     target.crop(0, 3)
     output = target.verify([0], torch.tensor([[7]]), TreeBatch.of([DraftTree.chain(0)]))
     torch.testing.assert_close(output.logits[0, 0], forward(model, [*tokens[:3], 7]), rtol=1e-4, atol=1e-4)
@@ -150,14 +150,14 @@ def test_crop_gives_the_state_of_the_shorter_text(mode):
     target.crop(0, 5)
     assert_state_is_that_of(target, 0, [*tokens[:3], 7, 1])
     target.crop(0, 0)
-    target.prefill(0, tokens)
+    target.prefill([0], [tokens])
     assert_state_is_that_of(target, 0, tokens)
 
 
 @pytest.mark.parametrize("length", [-1, 6])
 def test_crop_refuses_lengths_that_it_does_not_have(length):
     target = HFTarget(tiny_model("qwen3_5"), 1, max_rows=1)
-    target.prefill(0, text(5))
+    target.prefill([0], [text(5)])
     with pytest.raises(ValueError, match=f"length {length} is outside 0 .. 5"):
         target.crop(0, length)
 
@@ -168,7 +168,7 @@ def test_forks_do_not_see_each_other(mode):
     model = tiny_model("olmo_hybrid")
     target = HFTarget(model, 2, max_rows=5, mode=mode)
     tokens = text(20)
-    target.prefill(0, tokens)
+    target.prefill([0], [tokens])
     target.verify([0], torch.tensor([[1, 2, 3, 4]]), TreeBatch.of([DraftTree((-1, 0, 0, 1))]))
     target.commit(torch.tensor([[0, 1, 3]]), torch.tensor([3]))
     target.fork(0, 1)
@@ -184,7 +184,7 @@ def test_a_released_request_leaves_nothing_behind():
     model = tiny_model("qwen3_5")
     target = HFTarget(model, 2, max_rows=4)
     for request in range(2):
-        target.prefill(request, text(8, request))
+        target.prefill([request], [text(8, request)])
     for tensor in target.state.tensors.values():
         if tensor.is_floating_point():
             tensor[:, 0] = float("inf")
@@ -192,7 +192,7 @@ def test_a_released_request_leaves_nothing_behind():
     assert not output.logits[0].isfinite().all()
     torch.testing.assert_close(output.logits[1, 1], forward(model, [*text(8, 1), 3, 4]), rtol=1e-4, atol=1e-4)
     target.release(0)
-    target.prefill(0, text(5, 7))
+    target.prefill([0], [text(5, 7)])
     assert_state_is_that_of(target, 0, text(5, 7))
 
 
@@ -203,10 +203,10 @@ def test_windows_of_one_row_and_of_many_share_a_batch():
     trees = [DraftTree.chain(0), DraftTree.chain(3), DraftTree((-1, 0, 0, 2))]
     ids = torch.tensor([[1, 0, 0, 0], [2, 3, 4, 5], [6, 7, 8, 9]])
     for request in range(3):
-        target.prefill(request, text(3 + request, request))
+        target.prefill([request], [text(3 + request, request)])
     output = target.verify([0, 1, 2], ids, TreeBatch.of(trees))
     for request, tree in enumerate(trees):
-        alone.prefill(0, text(3 + request, request))
+        alone.prefill([0], [text(3 + request, request)])
         expected = alone.verify([0], ids[request : request + 1, : len(tree)], TreeBatch.of([tree]))
         torch.testing.assert_close(output.logits[request, : len(tree)], expected.logits[0], rtol=1e-4, atol=1e-4)
 
@@ -219,7 +219,7 @@ def test_a_model_without_gdn_layers_is_refused_as_a_target():
     with pytest.raises(ValueError, match=r"LlamaForCausalLM has no GDN layer .* assisted generation"):
         HFTarget(model, 1)
     target = HFTarget(model, 1, need_gdn=False)
-    target.prefill(0, text(5))
+    target.prefill([0], [text(5)])
     output = target.verify([0], torch.tensor([[1, 2, 3]]), TreeBatch.of([DraftTree((-1, 0, 0))]))
     torch.testing.assert_close(output.logits[0, 2], forward(model, [*text(5), 1, 3]), rtol=1e-4, atol=1e-4)
 
@@ -236,7 +236,7 @@ def test_eager_attention_gives_the_same():
     model.set_attn_implementation("eager")
     target = HFTarget(model, 2, max_rows=3)
     for request in range(2):
-        target.prefill(request, text(5 + request))
+        target.prefill([request], [text(5 + request)])
     output = target.verify([0, 1], torch.tensor([[1, 2, 3], [4, 5, 6]]), TreeBatch.of([DraftTree((-1, 0, 0))] * 2))
     torch.testing.assert_close(output.logits[1, 2], forward(model, [*text(6), 4, 6]), rtol=1e-4, atol=1e-4)
 
@@ -250,11 +250,27 @@ def test_modules_that_are_no_gdn_layers_are_refused():
         HFTarget(model, 1)
 
 
+def test_prompts_of_one_length_share_a_forward():
+    model = tiny_model("qwen3_next")
+    target, calls = HFTarget(model, 5, max_rows=1), []
+    prompts = [text(9, 1), text(4, 2), text(9, 3), text(9, 4), text(1, 5)]
+    handle = model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    outputs = target.prefill([4, 3, 2, 1, 0], prompts)
+    handle.remove()
+    assert calls == [(3, 9), (1, 4), (1, 1)]
+    for place, prompt in enumerate(prompts):
+        torch.testing.assert_close(outputs[place].logits[0, 0], forward(model, prompt), rtol=1e-4, atol=1e-4)
+        assert outputs[place].hidden.shape == (1, len(prompt), 32)
+        assert_state_is_that_of(target, 4 - place, prompt)
+
+
 def test_kv_grows_while_requests_run():
     model = tiny_model("qwen3_5")
     target, tokens = HFTarget(model, 2, max_rows=33), [text(60, 0), text(3, 1)]
     for request in range(2):
-        target.prefill(request, tokens[request])
+        target.prefill([request], [tokens[request]])
     before = target.kv.nbytes
     for round_ in range(5):
         ids = torch.tensor([text(32, round_), text(32, round_ + 50)])

@@ -94,8 +94,8 @@ class SpeculativeDecoder:
             shape = NodeBudget(16, max_draft_depth) if drafter == "ngram" else FixedWidths((1, 1, 1))
         if draw_drafts and isinstance(shape, NodeBudget):
             raise ValueError(
-                "draw_drafts needs draft_tree_widths: a best-first tree keeps nodes by the probability of their tokens, and "
-                "with drawn tokens that would bias the output; without draw_drafts it is lossless at any temperature"
+                "draw_drafts needs draft_tree_widths: best-first trees keep nodes by the probability of their tokens, "
+                "which would bias drawn ones; without draw_drafts it is lossless at any temperature"
             )
         self.model = model
         self.mode: CommitMode = mamba_state_commit
@@ -285,10 +285,7 @@ class Run:
         """Decodes until all sequences have ended."""
         try:
             began = perf_counter()
-            yield [
-                start(self.target, self._drafter, request, self._stop, keep_scores=self._keep_scores)
-                for request in self.requests
-            ]
+            yield start(self.target, self._drafter, self.requests, self._stop, keep_scores=self._keep_scores)
             self.prefill_seconds = perf_counter() - began
             for round_ in decode(self.target, self._drafter, self.requests, self._stop, keep_scores=self._keep_scores):
                 self.statistics.add(round_)

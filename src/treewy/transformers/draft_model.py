@@ -78,7 +78,7 @@ class DraftModelDrafter:
         committed = self._target.committed
         for request in requests:
             if not committed[request.index] or len(request.tokens) - len(committed[request.index]) > MAX_ROWS:
-                self._target.prefill(request.index, request.tokens[:-1])
+                self._target.prefill([request.index], [request.tokens[:-1]])
         chains = [request.tokens[len(committed[request.index]) :] for request in requests]
         logits: dict[int, Tensor] = {}
         only_root = [place for place, chain in enumerate(chains) if len(chain) == 1]

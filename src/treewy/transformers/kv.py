@@ -38,14 +38,15 @@ class TreeKV:
         """Bytes allocated."""
         return 0 if self._buffer is None else self._buffer.nbytes
 
-    def load(self, request: int, layers: Sequence[tuple[Tensor, Tensor]], length: int) -> None:
-        """Takes a prompt's keys and values, [1, kv heads, length, head dim] per layer in order."""
+    def load(self, request: int, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Takes a prompt's keys and values, [kv heads, n, head dim] per layer in order."""
+        length = layers[0][0].shape[1]
         for place, pair in enumerate(layers):
             for kind, rows in enumerate(pair):
                 if self._buffer is None:
                     self._buffer = self._allocate(rows, length)
                 self._reserve(length)
-                self._buffer[kind, place, request, :, :length] = rows[0]
+                self._buffer[kind, place, request, :, :length] = rows
         self.lengths[request] = length
 
     def begin(self, requests: Sequence[int], trees: TreeBatch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,9 @@ from treewy.transformers.kv import TreeKV
 from treewy.transformers.layers import GDNLayer
 from treewy.tree import MAX_ROWS, TreeBatch
 
+_PREFILL_TOKENS = 4096
+"""Tokens of prompts that share a forward: enough to fill a GPU, few enough for any memory."""
+
 
 class HFTarget:
     """An unmodified causal language model with the state of its running requests.
@@ -94,22 +97,47 @@ class HFTarget:
 
     # Target
 
-    def prefill(self, request: int, tokens: Sequence[int]) -> TargetOutput:
-        """Runs a prompt through the untouched model and takes over its state. Whatever the request held is dropped."""
+    def prefill(self, requests: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[TargetOutput]:
+        """Runs prompts through the untouched model and takes over its state. Whatever the requests held is dropped.
+
+        Prompts of one length share a forward, so that none is padded.
+
+        Args:
+            requests: index of each.
+            prompts: tokens of each, at least one.
+
+        Returns:
+            One per request: logits [1, 1, V] after its last token, hidden [1, n, D] of all.
+        """
+        outputs: dict[int, TargetOutput] = {}
+        by_length: dict[int, list[int]] = {}
+        for place, prompt in enumerate(prompts):
+            by_length.setdefault(len(prompt), []).append(place)
+        for length, places in by_length.items():
+            share = max(1, _PREFILL_TOKENS // length)
+            for first in range(0, len(places), share):
+                some = places[first : first + share]
+                batch = self._prefill([requests[place] for place in some], [prompts[place] for place in some])
+                outputs.update(zip(some, batch, strict=True))
+        return [outputs[place] for place in range(len(prompts))]
+
+    @torch.no_grad()
+    def _prefill(self, requests: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[TargetOutput]:
         cache = DynamicCache(config=self.config)
-        ids = torch.tensor([list(tokens)], device=self.model.device)
-        with self.attached(), torch.no_grad():
-            hidden = self.text_model(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
-            layers: Any = cache.layers
+        ids = torch.tensor([list(prompt) for prompt in prompts], device=self.model.device)
+        hidden = self.text_model(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
+        logits = self._lm_head(hidden[:, -1:])
+        layers: Any = cache.layers
+        attention = [layers[i] for i in range(len(layers)) if i not in self._gdn]
+        for n, (request, prompt) in enumerate(zip(requests, prompts, strict=True)):
             for place, (i, gdn) in enumerate(self._gdn.items()):
                 assert self.state is not None
-                state = layers[i].recurrent_states[0][0].transpose(1, 2)
-                conv = layers[i].conv_states[0][0].T[1 - gdn.dims.conv_width :]
+                state = layers[i].recurrent_states[0][n].transpose(1, 2)
+                conv = layers[i].conv_states[0][n].T[1 - gdn.dims.conv_width :]
                 self.state.load(place, request, state, conv)
-            attention = [layers[i] for i in range(len(layers)) if i not in self._gdn]
-            self.kv.load(request, [(layer.keys, layer.values) for layer in attention], len(tokens))
-            self.committed[request] = list(tokens)
-            return TargetOutput(self._lm_head(hidden[:, -1:]), hidden)
+            self.kv.load(request, [(layer.keys[n], layer.values[n]) for layer in attention])
+            self.committed[request] = list(prompt)
+        return [TargetOutput(logits[n : n + 1], hidden[n : n + 1]) for n in range(len(requests))]
 
     def verify(self, requests: Sequence[int], tokens: Tensor, trees: TreeBatch) -> TargetOutput:
         """Runs one window per request; `tokens` [B, T] int64. What is committed does not change."""
@@ -176,7 +204,7 @@ class HFTarget:
         if length == 0:
             self.release(request)
         elif length < len(committed):
-            self.prefill(request, committed[:length])
+            self.prefill([request], [committed[:length]])
 
     # The model's forward
 
