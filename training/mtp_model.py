@@ -205,13 +205,15 @@ def branch_attention(q: Tensor, k: Tensor, v: Tensor, own_k: list[Tensor], own_v
     row = torch.arange(time, device=q.device)
     scores = scores.masked_fill(row[None, :] > row[:, None], float("-inf"))
     q = q.reshape(*shape, dim)
-    own = torch.stack([(q.float() * key[:, :, None].float()).sum(-1) for key in own_k], -1)
-    top = torch.maximum(scores.amax(-1), own.amax(-1)).detach()[..., None]
-    weights, own = torch.exp(scores - top), torch.exp(own - top)
-    total = weights.sum(-1, keepdim=True) + own.sum(-1, keepdim=True)
+    own = [(q.float() * key[:, :, None].float()).sum(-1, keepdim=True) for key in own_k]
+    top = scores.amax(-1, keepdim=True).detach()
+    weights = torch.exp((scores - top).clamp_max(60.0))
+    total = weights.sum(-1, keepdim=True)
     mixed = (weights.to(v.dtype).reshape(batch, kv_heads, group * time, time) @ v).reshape(*shape, dim).float()
-    for i, value in enumerate(own_v):
-        mixed = mixed + own[..., i : i + 1] * value[:, :, None].float()
+    for score, value in zip(own, own_v, strict=True):
+        weight = torch.exp((score - top).clamp_max(60.0))
+        total = total + weight
+        mixed = mixed + weight * value[:, :, None].float()
     return (mixed / total).to(v.dtype).reshape(batch, heads, time, dim)
 
 
