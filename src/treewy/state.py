@@ -1,8 +1,8 @@
 """Recurrent state of the running requests: what is allocated, what it costs, and its life in the three commit modes.
 
-    store_all     one state a row of the window; a commit points at the accepted row's
-    reconstruct   one state; the accepted path waits in the history and is folded in by the next verify
-    deferred      one state; accepted paths gather in the history and are folded in when the next window might not fit
+store_all     one state a row of the window; a commit points at the accepted row's
+reconstruct   one state; the accepted path waits in the history and is folded in by the next verify
+deferred      one state; accepted paths gather in the history and are folded in when the next window might not fit
 """
 
 from __future__ import annotations
@@ -59,10 +59,13 @@ class StateSpec:
         if not 1 <= self.max_rows <= MAX_ROWS:
             raise ValueError(f"max_rows is {self.max_rows}; a window has 1 to {MAX_ROWS} rows, root included")
         if not 0 <= self.max_depth < self.max_rows:
-            raise ValueError(f"max_depth is {self.max_depth}; a window of {self.max_rows} rows is 0 to {self.max_rows - 1} deep")
+            raise ValueError(
+                f"max_depth is {self.max_depth}; a window of {self.max_rows} rows is 0 to {self.max_rows - 1} deep"
+            )
         if self.history_rows is not None and self.history_rows <= self.max_depth:
             raise ValueError(
-                f"history_rows is {self.history_rows}; the longest path of a window has {self.max_depth + 1} rows and must fit"
+                f"history_rows is {self.history_rows}; the longest path of a window has {self.max_depth + 1} rows and "
+                "must fit"
             )
 
     @property
@@ -85,6 +88,7 @@ class StateSpec:
                 "snapshots": ((rows, *state), self.state_dtype),
                 "conv": conv,
                 "window_inputs": inputs,
+                "window_rows": ((), torch.int32),
                 "committed": ((), torch.int64),
             }
         key, value = (dims.num_k_heads, dims.head_k_dim), (dims.num_v_heads, dims.head_v_dim)
@@ -95,6 +99,7 @@ class StateSpec:
             "window_keys": ((rows, *key), self.input_dtype),
             "window_values": ((rows, *value), wide),
             "window_decays": ((rows, dims.num_v_heads), wide),
+            "window_rows": ((), torch.int32),
             "history_keys": ((self.history, *key), self.input_dtype),
             "history_values": ((self.history, *value), wide),
             "history_decays": ((self.history, dims.num_v_heads), wide),
@@ -103,9 +108,7 @@ class StateSpec:
 
     def bytes_by_piece(self) -> dict[str, int]:
         """Bytes per request over all layers, by piece: exactly what `RecurrentState` allocates."""
-        return {
-            name: self.num_layers * prod(shape) * dtype.itemsize for name, (shape, dtype) in self.pieces().items()
-        }
+        return {name: self.num_layers * prod(shape) * dtype.itemsize for name, (shape, dtype) in self.pieces().items()}
 
     @property
     def bytes_per_request(self) -> int:
@@ -174,6 +177,10 @@ class RecurrentState:
             request: index.
             state: [HV, dv, dk].
             conv: [width - 1, C] last convolution inputs, oldest first, zeros before the start of the text.
+
+        Raises:
+            ValueError: shapes that do not fit.
+            IndexError: a request that does not exist.
         """
         mine = self._layers[layer]
         if state.shape != mine[0].shape[-3:] or conv.shape != mine.conv.shape[1:]:
@@ -182,6 +189,7 @@ class RecurrentState:
                 f"{tuple(mine.conv.shape[1:])}"
             )
         self._check(request)
+        mine.window_rows[request] = 0
         if isinstance(mine, SnapshotState):
             mine.committed[request] = 0
             mine.snapshots[request, 0] = state
@@ -191,8 +199,13 @@ class RecurrentState:
         mine.conv[request] = conv
 
     def read(self, layer: int, request: int) -> tuple[Tensor, Tensor]:
-        """The committed state with everything folded in, [HV, dv, dk], and convolution inputs [width - 1, C]; a copy."""
-        self._check(request)
+        """The committed state with everything folded in, [HV, dv, dk], and convolution inputs [width - 1, C]; a copy.
+
+        Raises:
+            ValueError: in the mode `store_all`, between a verify and its commit: see `treewy.ops.verify_store_all`.
+            IndexError: a request that does not exist.
+        """
+        self._check_committed(request)
         mine = self._layers[layer]
         if isinstance(mine, SnapshotState):
             return mine.snapshots[request, mine.committed[request]].clone(), mine.conv[request].clone()
@@ -215,12 +228,26 @@ class RecurrentState:
             tensor[:, request] = 0
 
     def copy(self, source: int, target: int) -> None:
-        """Forks a request: `target` continues from where `source` is, and neither sees the other any more."""
-        self._check(source)
+        """Forks a request: `target` continues from where `source` is, and neither sees the other any more.
+
+        Raises:
+            ValueError: as `read`.
+            IndexError: a request that does not exist.
+        """
+        self._check_committed(source)
         self._check(target)
         for tensor in self._all:
             tensor[:, target] = tensor[:, source]
 
     def _check(self, request: int) -> None:
         if not 0 <= request < self.num_requests:
-            raise IndexError(f"request {request} is outside the {self.num_requests} that exist (0 .. {self.num_requests - 1})")
+            raise IndexError(
+                f"request {request} is outside the {self.num_requests} that exist (0 .. {self.num_requests - 1})"
+            )
+
+    def _check_committed(self, request: int) -> None:
+        self._check(request)
+        if isinstance(self._all, SnapshotState) and bool(self._all.window_rows[:, request].any()):
+            raise ValueError(
+                f"request {request} is between verify and commit, where store_all has no committed state: commit first"
+            )

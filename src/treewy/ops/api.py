@@ -1,8 +1,8 @@
 """What the operations are given: dimensions and parameters of a layer, its state, and the plan of a round.
 
 Sizes: B requests of a round, T rows of a window, R running requests, L rows of history, C = conv_dim, H key heads, HV
-value heads. A request has two addresses: its **slot** in the engine's paged pool (checkpoint and convolution inputs, one
-block) and its **index** among the running requests (window stash and history, which only running requests need).
+value heads. A request has two addresses: its **slot** in the engine's paged pool (checkpoint and convolution inputs,
+one block) and its **index** among the running requests (window stash and history, which only running requests need).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from treewy.tree import TreeBatch
 
@@ -49,10 +50,12 @@ class GDNDims:
 
     @property
     def key_dim(self) -> int:
+        """Channels of all keys."""
         return self.num_k_heads * self.head_k_dim
 
     @property
     def value_dim(self) -> int:
+        """Channels of all values."""
         return self.num_v_heads * self.head_v_dim
 
     @property
@@ -136,6 +139,8 @@ class LayerState(NamedTuple):
     """[R, max_rows, HV, dv] fp32 scaled pseudo-values."""
     window_decays: Tensor
     """[R, max_rows, HV] fp32, log decay of each row alone."""
+    window_rows: Tensor
+    """[R] int32, rows of the window that waits for its commit; 0 where none does."""
     history_keys: Tensor
     """[R, L, H, dk]."""
     history_values: Tensor
@@ -155,6 +160,8 @@ class SnapshotState(NamedTuple):
     """[R, width - 1, C]."""
     window_inputs: Tensor
     """[R, max_rows, C]."""
+    window_rows: Tensor
+    """[R] int32, rows of the window that waits for its commit; 0 where none does."""
     committed: Tensor
     """[R] int64, the row whose snapshot is the committed state."""
 
@@ -178,14 +185,12 @@ class Window(NamedTuple):
     """[B, T] bool, rows past a request's tree; None where there are none."""
     conv_rows: Tensor
     """[B * T * width] int64, rows of the [B * (width - 1 + T), C] convolution inputs that each row meets."""
-    strict: Tensor
-    """[B, 1, 1, T, T] bool, strict ancestors."""
-    ancestor_or_self: Tensor
-    """[B, 1, 1, T, T] bool."""
-    parent_rows: Tensor
-    """[B, T, 1] int64, parents with the root's own row for the root."""
-    longest_path: Tensor
-    """[B] int32, rows of the longest path of each tree, root included: the most that one round can commit."""
+    path_sums: Tensor
+    """[B, 1 + T, T] fp64, the matrix that sums log decays along the path to each row; row 0 is the state's, all 0."""
+    unrelated: Tensor
+    """[B, 1, T, 1 + T] bool, whom each row does not descend from: the state (never so), each row of the window."""
+    longest_path: list[int]
+    """[B] rows of the longest path of each tree, root included: the most that one round can commit."""
 
 
 def plan(trees: TreeBatch, slots: Tensor, requests: Tensor, *, num_slots: int, num_requests: int) -> Window:
@@ -206,13 +211,15 @@ def plan(trees: TreeBatch, slots: Tensor, requests: Tensor, *, num_slots: int, n
     batch, rows = trees.parents.shape
     if slots.shape != (batch,) or requests.shape != (batch,):
         raise ValueError(
-            f"{batch} trees came with slots {tuple(slots.shape)} and requests {tuple(requests.shape)}; both are [{batch}]"
+            f"{batch} trees came with slots {tuple(slots.shape)} and requests {tuple(requests.shape)}; "
+            f"both are [{batch}]"
         )
     slots, requests = slots.long(), requests.long()
     slot_list = slots.tolist()
     active = None
-    if any(slot < 0 for slot in slot_list):
-        active = torch.tensor([i for i, slot in enumerate(slot_list) if slot >= 0], device=slots.device, dtype=torch.int64)
+    if min(slot_list) < 0:
+        places = [place for place, slot in enumerate(slot_list) if slot >= 0]
+        active = torch.tensor(places, dtype=torch.int64, device=slots.device)
         slots, requests = slots[active], requests[active]
         trees = TreeBatch(*(field[active] if isinstance(field, Tensor) else field for field in trees))  # type: ignore[arg-type]
     _check_addresses("slot", slots.tolist(), num_slots)
@@ -220,10 +227,10 @@ def plan(trees: TreeBatch, slots: Tensor, requests: Tensor, *, num_slots: int, n
     device = trees.parents.device
     count = slots.numel()
     row = torch.arange(rows, device=device)
-    width = trees.conv_ancestors.shape[2] + 1
-    met = torch.cat([row.expand(count, rows)[..., None], trees.conv_ancestors], dim=2) + (width - 1)
-    first = torch.arange(count, device=device)[:, None, None] * (width - 1 + rows)
-    self_or_above = trees.is_ancestor()
+    kept = trees.conv_ancestors.shape[2]
+    first_input = kept + (kept + rows) * torch.arange(count, device=device)[:, None, None]
+    met = torch.cat([row[:, None].expand(count, rows, 1), trees.conv_ancestors], dim=2) + first_input
+    related = trees.is_ancestor()
     padding_rows = row >= trees.rows[:, None]
     return Window(
         trees=trees,
@@ -232,11 +239,10 @@ def plan(trees: TreeBatch, slots: Tensor, requests: Tensor, *, num_slots: int, n
         batch=batch,
         active=active,
         padding_rows=padding_rows if bool(padding_rows.any()) else None,
-        conv_rows=(met + first).flatten(),
-        strict=(self_or_above & (row[:, None] != row))[:, None, None],
-        ancestor_or_self=self_or_above[:, None, None],
-        parent_rows=trees.parents.long().clamp(min=0)[:, :, None],
-        longest_path=trees.depths.amax(1) + 1,
+        conv_rows=met.flatten(),
+        path_sums=F.pad(related.double(), (0, 0, 1, 0)),
+        unrelated=F.pad(~related, (1, 0))[:, None],
+        longest_path=(trees.depths.amax(1) + 1).tolist(),
     )
 
 

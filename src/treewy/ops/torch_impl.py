@@ -1,17 +1,20 @@
 """The operations in plain torch: any device, any dtype, the implementation that the others are held to.
 
-Per value head, with the committed state S_0 and P pending rows of history (ancestors of the whole window, already solved):
+Per value head, with the committed state S_0 and P pending rows of history (ancestors of all rows, solved already):
 
     S_P k = g_P S_0 k + sum over pending i of (g_P / g_i) (k_i . k) u_i        likewise for q
-    (I + diag(beta) G) U = beta (v - g S_P k)                                   solved level by level
+    (I + diag(beta) G) U = beta (v - g S_P k)                                  by forward substitution
     o_t = g_t S_P q_t + sum over i, ancestor or self, of (g_t / g_i) (k_i . q_t) u_i
 
-Arithmetic is fp32 (fp64 where the inputs are). Logarithms of decays are summed along the path in its order, subtracted,
-then exponentiated; masked entries become exp(-inf) = 0 before anything is multiplied.
+Arithmetic is fp32 (fp64 where the inputs are). Logarithms of decays are summed along the path and subtracted, then
+exponentiated, in fp64: strong decays above two rows make both sums large and their difference small, and fp32 would
+leave it few digits. Masked entries become exp(-inf) = 0 before anything is multiplied.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -20,6 +23,9 @@ from torch.nn import functional as F
 
 from treewy.ops.api import GDNParams, LayerState, SnapshotState, Window
 
+_LOWEST_DECAY = -1e4
+"""exp of it is 0 in every dtype; a log decay of -inf would turn differences into NaN."""
+
 
 class _Rows(NamedTuple):
     """Rows of a window after convolution, gates and norms. n is B less the padding requests, G = HV / H."""
@@ -27,11 +33,9 @@ class _Rows(NamedTuple):
     raw_keys: Tensor
     """[n, T, H, dk] in the input dtype, as the convolution gave them."""
     key_scale: Tensor
-    """[n, T, H] fp32, inverse norms."""
-    keys: Tensor
-    """[n, H, T, dk] fp32, normalised."""
-    queries: Tensor
-    """[n, H, T, dk] fp32, normalised and scaled by dk^-0.5."""
+    """[n, T, H, 1] fp32, inverse norms."""
+    both: Tensor
+    """[n, H, 2, T, dk] fp32, queries and keys, normalised. The factor dk^-0.5 of the queries is left to the outputs."""
     values: Tensor
     """[n, H, G, T, dv] fp32."""
     decays: Tensor
@@ -45,9 +49,9 @@ def verify(
 ) -> Tensor:
     """Runs a window through a layer: outputs of every row, and the stash from which `commit` takes the accepted ones.
 
-    The state itself is written only where the history is folded into it: when it could not hold the longest path of this
-    window besides what is pending, or always (`fold_always`, the mode `reconstruct`). Running the same window again gives
-    the same result.
+    The state itself is written only where the history is folded into it: when it could not hold the longest path of
+    this window besides what is pending, or always (`fold_always`, the mode `reconstruct`). Running the same window
+    again gives the same result, and another window may take its place: what counts is the last one before `commit`.
 
     Args:
         state: of this layer; the stash is overwritten, history and checkpoint change in a fold.
@@ -62,10 +66,11 @@ def verify(
         [B, T, HV, dv] in the dtype of x; zero in padding requests and padding rows.
 
     Raises:
-        ValueError: shapes that do not fit, more rows than the stash holds, or a tree deeper than the history can take.
+        ValueError: shapes or dtypes that do not fit, more rows than the stash holds, or a tree deeper than the history
+            can take. Nothing is written then.
     """
     dims = params.dims
-    _check_window(window, x, a, b, params, state.window_inputs.shape[1])
+    _check_window(state, window, x, a, b, params)
     capacity = state.history_keys.shape[1]
     if window.trees.max_depth + 1 > capacity:
         raise ValueError(
@@ -73,38 +78,38 @@ def verify(
             f"history holds {capacity}: use a shallower tree or more history rows"
         )
     x, a, b = _active_inputs(window, x, a, b)
-    rows = _prepare(state.conv[window.slots], window, x, a, b, params)
-    count, length = rows.decays.shape[:2]
+    rows = _prepare(state.conv.index_select(0, window.slots), window, x, a, b, params)
+    S, waiting = _load(state, window, fold_always)
 
-    S, waiting = _load(state, window, dims.num_k_heads, rows.decays.dtype, fold_always)
-    both = torch.cat([rows.keys, rows.queries], dim=2)  # [n, H, 2T, dk]
-    read = (both @ S.flatten(2, 3).transpose(2, 3)).unflatten(3, (dims.group, dims.head_v_dim)).transpose(2, 3)
+    n, H, _, T, _ = rows.both.shape
+    both = rows.both.reshape(n, H, 2 * T, -1)
+    heads = (n, H, dims.group, 2, T)
+    read = (both @ S.flatten(2, 3).transpose(2, 3)).view(n, H, 2, T, dims.group, -1).permute(0, 1, 4, 2, 3, 5)
     if waiting is not None:
         scores = (both @ waiting.keys.transpose(2, 3))[:, :, None] * waiting.weights  # [n, H, G, 2T, P]
-        read = waiting.total * read + scores @ waiting.values
-    g = _path_sums(rows.decays, window).transpose(1, 2).unflatten(1, (dims.num_k_heads, dims.group))  # [n, H, G, T]
-    decay = g.exp()[..., None]
-    difference = g[..., :, None] - g[..., None, :]
-    products = (both @ rows.keys.transpose(2, 3))[:, :, None]  # [n, H, 1, 2T, T]
+        read = waiting.total[..., None] * read + (scores @ waiting.values).view(*heads, -1)
+    g = (window.path_sums @ rows.decays.double()).transpose(1, 2)  # [n, HV, 1 + T], 0 for the state
+    ratio = (g[:, :, 1:, None] - g[:, :, None]).masked_fill_(window.unrelated, float("-inf"))
+    ratio = ratio.to(rows.decays.dtype).exp_().view(n, H, dims.group, 1, T, 1 + T)
+    from_state = ratio[..., :1] * read  # [n, H, G, 2, T, dv]
+    weighted = ratio[..., 1:] * (both @ both[:, :, T:].transpose(2, 3)).view(n, H, 1, 2, T, T)
 
-    u = right = rows.betas * (rows.values - decay * read[..., :length, :])
+    u = rows.betas * (rows.values - from_state[:, :, :, 1])
     if window.trees.max_depth:
-        strict = difference.masked_fill(~window.strict, float("-inf")).exp()
-        L = rows.betas * strict * products[..., :length, :]
-        for _ in range(window.trees.max_depth):
-            u = right - L @ u
-    ratio = difference.masked_fill(~window.ancestor_or_self, float("-inf")).exp()
-    out = decay * read[..., length:, :] + (ratio * products[..., length:, :]) @ u
+        L = rows.betas * weighted[:, :, :, 1]  # its diagonal is not read
+        u = torch.linalg.solve_triangular(L, u, upper=False, unitriangular=True)
+    out = (from_state[:, :, :, 0] + weighted[:, :, :, 0] @ u) * dims.head_k_dim**-0.5
 
-    u = u.flatten(1, 2).transpose(1, 2) * rows.key_scale.repeat_interleave(dims.group, dim=2)[..., None]
+    u = u.permute(0, 3, 1, 2, 4) * rows.key_scale[..., None]
     for stash, value in (
         (state.window_inputs, x),
         (state.window_keys, rows.raw_keys),
-        (state.window_values, u),
+        (state.window_values, u.flatten(2, 3)),
         (state.window_decays, rows.decays),
     ):
-        stash[window.requests, :length] = value.to(stash.dtype)
-    return _outputs(window, out.flatten(1, 2).transpose(1, 2), x.dtype)
+        stash[:, :T].index_copy_(0, window.requests, value)
+    state.window_rows.index_copy_(0, window.requests, window.trees.rows)
+    return _outputs(window, out.permute(0, 3, 1, 2, 4).flatten(2, 3), x.dtype)
 
 
 def commit(state: LayerState, window: Window, path: Tensor, accepted: Tensor) -> None:
@@ -112,37 +117,40 @@ def commit(state: LayerState, window: Window, path: Tensor, accepted: Tensor) ->
 
     Args:
         state: of one layer, or of all layers with a leading dimension on every tensor.
-        window: the plan that `verify` ran.
+        window: the plan that `verify` ran last for these requests, in every layer.
         path: [B, P] integer, accepted rows, root first; entries past `accepted` are ignored.
         accepted: [B] integer, length of each path, at least 1: the root is always accepted.
 
     Raises:
-        ValueError: a length outside 1 .. P, a path that does not start at the root and go from parent to child, or a
-            history without room (a commit without its verify).
+        ValueError: a length outside 1 .. P, a path that does not start at the root and go from parent to child, a
+            window that was not verified or is committed already, or a history without room. Nothing is written then.
     """
     if state.checkpoint.dim() == 4:
         commit(LayerState(*(tensor[None] for tensor in state)), window, path, accepted)
         return
-    path, accepted = _accepted_path(window, path, accepted)
+    paths = _accepted_paths(window, path, accepted)
+    _check_verified(state.window_rows, window)
     capacity = state.history_keys.shape[2]
     pending = state.pending[:, window.requests]
-    if bool((pending + accepted > capacity).any()):
-        raise ValueError(
-            f"the history holds {capacity} rows, of which {int(pending.max())} are pending: verify makes room for one window, "
-            "so commit once after each verify"
-        )
-    _commit_inputs(state.conv, state.window_inputs, window, window.slots, path, accepted)
-    place, step = (torch.arange(path.shape[1], device=path.device) < accepted[:, None]).nonzero(as_tuple=True)
-    request, row = window.requests[place], path[place, step]
-    layer = torch.arange(pending.shape[0], device=path.device)[:, None]
-    target = pending[:, place].long() + step
+    for request, rows, used in zip(window.requests.tolist(), paths, pending.amax(0).tolist(), strict=True):
+        if used + len(rows) > capacity:
+            raise ValueError(
+                f"request {request} accepts {len(rows)} rows, but {used} of the {capacity} rows of its history are "
+                "pending: verify the window with this history, which makes room for it"
+            )
+    _commit_inputs(state.conv, state.window_inputs, window, window.slots, paths)
+    layer = torch.arange(pending.shape[0], device=pending.device)[:, None]
+    steps = [(place, step, row) for place, rows in enumerate(paths) for step, row in enumerate(rows)]
+    place, step, row = _indices(steps, pending).view(-1, 3).unbind(1)
+    request, target = window.requests[place], pending[:, place] + step
     for history, stash in (
         (state.history_keys, state.window_keys),
         (state.history_values, state.window_values),
         (state.history_decays, state.window_decays),
     ):
         history[layer, request, target] = stash[layer, request, row]
-    state.pending[:, window.requests] = pending + accepted.to(pending.dtype)
+    state.pending[:, window.requests] = pending + torch.tensor([len(rows) for rows in paths]).to(pending)
+    state.window_rows[:, window.requests] = 0
 
 
 def fold(state: LayerState, slots: Tensor, requests: Tensor) -> None:
@@ -153,8 +161,7 @@ def fold(state: LayerState, slots: Tensor, requests: Tensor) -> None:
         slots: [n] integer blocks of the requests.
         requests: [n] integer indices of the running requests.
     """
-    state.checkpoint[slots] = folded_state(state, slots, requests).to(state.checkpoint.dtype)
-    state.pending[requests] = 0
+    _write_folded(state, slots, requests, folded_state(state, slots, requests))
 
 
 def folded_state(state: LayerState, slots: Tensor, requests: Tensor) -> Tensor:
@@ -162,39 +169,53 @@ def folded_state(state: LayerState, slots: Tensor, requests: Tensor) -> Tensor:
 
     S_a = g_a S_0 + sum over the path of (g_a / g_i) u_i k_i^T (arXiv 2608.20961).
     """
-    num_k_heads = state.history_keys.shape[2]
-    wide = state.history_values.dtype
-    S = state.checkpoint[slots].to(wide).unflatten(1, (num_k_heads, -1))
-    waiting = _pending_rows(state, requests, state.pending[requests])
-    if waiting is None:
-        return S.flatten(1, 2)
-    return _fold(S, waiting).flatten(1, 2)
+    S = _committed_states(state, slots)
+    waiting = _pending_rows(state, requests, state.pending[requests].tolist())
+    return (S if waiting is None else _fold(S, waiting)).flatten(1, 2)
 
 
-def verify_store_all(state: SnapshotState, window: Window, x: Tensor, a: Tensor, b: Tensor, params: GDNParams) -> Tensor:
-    """The baseline: walks the tree row by row and keeps the state of every row. Arguments and result as `verify`."""
+def verify_store_all(
+    state: SnapshotState, window: Window, x: Tensor, a: Tensor, b: Tensor, params: GDNParams
+) -> Tensor:
+    """The baseline: walks the tree row by row and keeps the state of every row. Arguments and result as `verify`.
+
+    The state of a row may take the place of the committed one, as in engines that keep N + 1 states. So a window cannot
+    be run again before its commit.
+
+    Raises:
+        ValueError: as `verify`, or a request whose last window still waits for its commit. Nothing is written then.
+    """
     dims = params.dims
-    _check_window(window, x, a, b, params, state.window_inputs.shape[1])
+    _check_window(state, window, x, a, b, params)
+    for request, waiting in zip(window.requests.tolist(), state.window_rows[window.requests].tolist(), strict=True):
+        if waiting:
+            raise ValueError(
+                f"request {request} has a window of {waiting} rows that waits for its commit, and their states may "
+                "stand where the committed one stood: commit it, or load the state anew"
+            )
     x, a, b = _active_inputs(window, x, a, b)
-    rows = _prepare(state.conv[window.requests], window, x, a, b, params)
-    count, length = rows.decays.shape[:2]
+    rows = _prepare(state.conv.index_select(0, window.requests), window, x, a, b, params)
     wide = rows.decays.dtype
-    keys, queries = (t.transpose(1, 2).repeat_interleave(dims.group, dim=2) for t in (rows.keys, rows.queries))
+    # [n, T, HV, …], a row's heads together.
+    queries, keys = rows.both.permute(2, 0, 3, 1, 4).repeat_interleave(dims.group, dim=3)
     values, betas = (t.flatten(1, 2).transpose(1, 2) for t in (rows.values, rows.betas))
-    out = x.new_zeros(count, length, dims.num_v_heads, dims.head_v_dim, dtype=wide)
-    depths = window.trees.depths.masked_fill(window.padding_rows, -1) if window.padding_rows is not None else window.trees.depths
+    out = torch.zeros_like(values)
+    depths = (
+        window.trees.depths if window.padding_rows is None else window.trees.depths.masked_fill(window.padding_rows, -1)
+    )
+    state.window_rows.index_copy_(0, window.requests, window.trees.rows)
     for depth in range(window.trees.max_depth + 1):
         place, row = (depths == depth).nonzero(as_tuple=True)
         request = window.requests[place]
-        before = window.parent_rows[place, row, 0] if depth else state.committed[request]
+        before = window.trees.parents[place, row] if depth else state.committed[request]
         S = state.snapshots[request, before].to(wide) * rows.decays[place, row].exp()[:, :, None, None]
         k = keys[place, row]
         u = betas[place, row] * (values[place, row] - (S @ k[..., None]).squeeze(-1))
-        S = S + u[..., None] * k[:, :, None]
+        S += u[..., None] * k[:, :, None]
         out[place, row] = (S @ queries[place, row][..., None]).squeeze(-1)
         state.snapshots[request, row] = S.to(state.snapshots.dtype)
-    state.window_inputs[window.requests, :length] = x
-    return _outputs(window, out, x.dtype)
+    state.window_inputs[:, : x.shape[1]].index_copy_(0, window.requests, x)
+    return _outputs(window, out * dims.head_k_dim**-0.5, x.dtype)
 
 
 def commit_store_all(state: SnapshotState, window: Window, path: Tensor, accepted: Tensor) -> None:
@@ -202,9 +223,11 @@ def commit_store_all(state: SnapshotState, window: Window, path: Tensor, accepte
     if state.conv.dim() == 3:
         commit_store_all(SnapshotState(*(tensor[None] for tensor in state)), window, path, accepted)
         return
-    path, accepted = _accepted_path(window, path, accepted)
-    _commit_inputs(state.conv, state.window_inputs, window, window.requests, path, accepted)
-    state.committed[:, window.requests] = path.gather(1, accepted[:, None] - 1).squeeze(1)
+    paths = _accepted_paths(window, path, accepted)
+    _check_verified(state.window_rows, window)
+    _commit_inputs(state.conv, state.window_inputs, window, window.requests, paths)
+    state.committed[:, window.requests] = _indices([rows[-1] for rows in paths], window.requests)
+    state.window_rows[:, window.requests] = 0
 
 
 # Parts
@@ -214,72 +237,73 @@ def _prepare(committed: Tensor, window: Window, x: Tensor, a: Tensor, b: Tensor,
     """Tree convolution, gates and norms. committed [n, width - 1, C]."""
     dims = params.dims
     wide = params.taps.dtype
-    inputs = torch.cat([committed, x], dim=1)
-    met = inputs.flatten(0, 1)[window.conv_rows].view(*x.shape[:2], dims.conv_width, dims.conv_dim)
+    n, T, C = x.shape
+    H, heads = dims.num_k_heads, (n, dims.num_k_heads, dims.group, T)
+    inputs = torch.cat([committed, x], dim=1).view(-1, C)
+    met = inputs.index_select(0, window.conv_rows).view(n, T, dims.conv_width, C)
     mixed = (met.to(wide) * params.taps).sum(2)
     if params.conv_bias is not None:
         mixed = mixed + params.conv_bias
     mixed = F.silu(mixed).to(x.dtype)
-    q, k, v = mixed.split([dims.key_dim, dims.key_dim, dims.value_dim], dim=2)
-    raw_keys = k.unflatten(2, (dims.num_k_heads, dims.head_k_dim))
-    queries = q.unflatten(2, (dims.num_k_heads, dims.head_k_dim)).to(wide)
-    keys = raw_keys.to(wide)
-    key_scale = torch.rsqrt(keys.square().sum(-1) + params.eps)
-    query_scale = torch.rsqrt(queries.square().sum(-1) + params.eps) * dims.head_k_dim**-0.5
-    betas = params.beta_scale * b.to(wide).sigmoid()
+    raw = mixed[:, :, : 2 * dims.key_dim].view(n, T, 2 * H, dims.head_k_dim)
+    both = raw.to(wide)
+    scale = torch.rsqrt(both.square().sum(-1, keepdim=True) + params.eps)
+    values = mixed[:, :, 2 * dims.key_dim :].to(wide).view(n, T, H, dims.group, -1)
     return _Rows(
-        raw_keys=raw_keys,
-        key_scale=key_scale,
-        keys=(keys * key_scale[..., None]).transpose(1, 2),
-        queries=(queries * query_scale[..., None]).transpose(1, 2),
-        values=v.to(wide).unflatten(2, (dims.num_k_heads, dims.group, dims.head_v_dim)).permute(0, 2, 3, 1, 4),
-        decays=params.neg_A * F.softplus(a.to(wide) + params.dt_bias),
-        betas=betas.unflatten(2, (dims.num_k_heads, dims.group)).permute(0, 2, 3, 1)[..., None],
+        raw_keys=raw[:, :, H:],
+        key_scale=scale[:, :, H:],
+        both=(both * scale).view(n, T, 2, H, -1).permute(0, 3, 2, 1, 4),
+        values=values.permute(0, 2, 3, 1, 4),
+        decays=(params.neg_A * F.softplus(a.to(wide) + params.dt_bias)).clamp(min=_LOWEST_DECAY),
+        betas=(params.beta_scale * b.to(wide).sigmoid()).transpose(1, 2).view(*heads, 1),
     )
-
-
-def _path_sums(decays: Tensor, window: Window) -> Tensor:
-    """log g: sums of [n, T, HV] log decays from the root of the window, in the order of the path."""
-    g = decays
-    for depth in range(1, window.trees.max_depth + 1):
-        summed = g.gather(1, window.parent_rows.expand_as(g)) + decays
-        g = torch.where((window.trees.depths == depth)[:, :, None], summed, g)
-    return g
 
 
 class _Pending(NamedTuple):
     """Pending rows of n requests, as ancestors of their windows; P is the longest of them."""
 
     keys: Tensor
-    """[n, H, P, dk] fp32, before normalisation."""
+    """[n, H, P, dk] fp32, before normalisation; 0 past a request's own rows."""
     values: Tensor
-    """[n, H, G, P, dv] fp32, scaled by the inverse norms."""
+    """[n, H, G, P, dv] fp32, scaled by the inverse norms; 0 past a request's own rows."""
     weights: Tensor
-    """[n, H, G, 1, P] decay from each row to the last; 0 past a request's own rows."""
+    """[n, H, G, 1, P] decay from each row to the last."""
     total: Tensor
     """[n, H, G, 1, 1] decay of all rows together."""
 
 
-def _pending_rows(state: LayerState, requests: Tensor, pending: Tensor) -> _Pending | None:
-    longest = int(pending.max()) if pending.numel() else 0
+def _pending_rows(state: LayerState, requests: Tensor, pending: list[int]) -> _Pending | None:
+    longest = max(pending, default=0)
     if longest == 0:
         return None
     wide = state.history_values.dtype
-    num_k_heads = state.history_keys.shape[2]
-    keys = state.history_keys[requests, :longest]
-    values = state.history_values[requests, :longest]
-    past = (torch.arange(longest, device=pending.device) >= pending[:, None])[..., None]
-    decays = state.history_decays[requests, :longest].masked_fill(past, 0.0)
-    sums = decays.cumsum(1)
-    total = sums[:, -1:]
-    weights = (total - sums).exp().masked_fill(past, 0.0)
-    # What stands past a request's own rows is stale and may hold anything, so it is cleared rather than weighted by zero.
-    return _Pending(
-        keys.masked_fill(past[..., None], 0.0).to(wide).transpose(1, 2),
-        values.masked_fill(past[..., None], 0.0).transpose(1, 2).unflatten(1, (num_k_heads, -1)),
-        weights.transpose(1, 2).unflatten(1, (num_k_heads, -1))[:, :, :, None],
-        total.exp().transpose(1, 2).unflatten(1, (num_k_heads, -1))[..., None],
+    n, H = len(pending), state.history_keys.shape[2]
+    keys, values, decays = (
+        history[:, :longest].index_select(0, requests)
+        for history in (state.history_keys, state.history_values, state.history_decays)
     )
+    if min(pending) < longest:
+        # Past a request's own rows stands what is stale, possibly infinite: it is cleared, not weighted by zero.
+        past = torch.arange(longest, device=keys.device) >= _indices(pending, keys)[:, None]
+        keys, values = (t.masked_fill(past[:, :, None, None], 0.0) for t in (keys, values))
+        decays = decays.masked_fill(past[:, :, None], 0.0)
+    later = torch.ones(1 + longest, longest, dtype=torch.float64, device=keys.device).triu()
+    weights = (later @ decays.double()).exp().to(wide)  # [n, 1 + P, HV]; first that of everything
+    weights = weights.transpose(1, 2).view(n, H, -1, 1, 1 + longest)
+    return _Pending(
+        keys.to(wide).transpose(1, 2),
+        values.view(n, longest, H, -1, values.shape[3]).permute(0, 2, 3, 1, 4),
+        weights[..., 1:],
+        weights[..., :1],
+    )
+
+
+def _committed_states(state: LayerState, slots: Tensor) -> Tensor:
+    """[n, H, G, dv, dk] without what is pending."""
+    S = state.checkpoint.index_select(0, slots).to(state.history_values.dtype)
+    n, hv, *matrix = S.shape
+    H = state.history_keys.shape[2]
+    return S.view(n, H, hv // H, *matrix)
 
 
 def _fold(S: Tensor, waiting: _Pending) -> Tensor:
@@ -288,65 +312,89 @@ def _fold(S: Tensor, waiting: _Pending) -> Tensor:
     return waiting.total * S + written
 
 
-def _load(
-    state: LayerState, window: Window, num_k_heads: int, wide: torch.dtype, fold_always: bool
-) -> tuple[Tensor, _Pending | None]:
+def _write_folded(state: LayerState, slots: Tensor, requests: Tensor, S: Tensor) -> None:
+    folded = S.to(state.checkpoint.dtype)
+    state.checkpoint.index_copy_(0, slots, folded)
+    state.pending.index_fill_(0, requests, 0)
+
+
+def _load(state: LayerState, window: Window, fold_always: bool) -> tuple[Tensor, _Pending | None]:
     """Committed states [n, H, G, dv, dk] and what of the history is still pending, after folding where it is due."""
-    S = state.checkpoint[window.slots].to(wide).unflatten(1, (num_k_heads, -1))
-    pending = state.pending[window.requests]
+    S = _committed_states(state, window.slots)
+    pending = state.pending[window.requests].tolist()
     waiting = _pending_rows(state, window.requests, pending)
     if waiting is None:
         return S, None
     capacity = state.history_keys.shape[1]
-    due = pending > 0 if fold_always else pending + window.longest_path > capacity
-    chosen = due.nonzero().squeeze(1)
-    if chosen.numel():
-        S[chosen] = _fold(S[chosen], _Pending(*(tensor[chosen] for tensor in waiting)))
-        state.checkpoint[window.slots[chosen]] = S[chosen].flatten(1, 2).to(state.checkpoint.dtype)
-        state.pending[window.requests[chosen]] = 0
-        if chosen.numel() == pending.numel():
-            return S, None
-        waiting = _pending_rows(state, window.requests, pending.masked_fill(due, 0))
-    return S, waiting
+    due = [
+        rows > 0 if fold_always else rows + more > capacity
+        for rows, more in zip(pending, window.longest_path, strict=True)
+    ]
+    if not any(due):
+        return S, waiting
+    chosen = torch.tensor(due, device=S.device).nonzero().squeeze(1)
+    folded = _fold(S[chosen], _Pending(*(tensor[chosen] for tensor in waiting)))
+    S[chosen] = folded
+    _write_folded(state, window.slots[chosen], window.requests[chosen], folded.flatten(1, 2))
+    left = [0 if now else rows for now, rows in zip(due, pending, strict=True)]
+    return S, _pending_rows(state, window.requests, left)
 
 
-def _commit_inputs(
-    conv: Tensor, window_inputs: Tensor, window: Window, blocks: Tensor, path: Tensor, accepted: Tensor
-) -> None:
-    """Moves the convolution's committed inputs on along the path. conv [layers, blocks, width - 1, C]."""
+def _commit_inputs(conv: Tensor, window_inputs: Tensor, window: Window, blocks: Tensor, paths: list[list[int]]) -> None:
+    """Moves the convolution's committed inputs on along the paths. conv [layers, blocks, width - 1, C]."""
     kept = conv.shape[2]
-    inputs = torch.cat([conv[:, blocks], window_inputs[:, window.requests[:, None], path]], dim=2)
-    last = accepted[:, None] + torch.arange(kept, device=path.device)
-    conv[:, blocks] = inputs.gather(2, last[None, :, :, None].expand(conv.shape[0], -1, -1, conv.shape[3]))
+    tails = _indices([([0] * kept + rows)[-kept:] for rows in paths], conv)
+    inputs = torch.cat([conv[:, blocks], window_inputs[:, window.requests[:, None], tails]], dim=2)
+    # Committed inputs move up by the length of the path; what the path filled is in its place already.
+    moved = _indices(
+        [[i + len(rows) if i + len(rows) < kept else i + kept for i in range(kept)] for rows in paths], conv
+    )
+    conv[:, blocks] = inputs[:, torch.arange(len(paths), device=conv.device)[:, None], moved]
 
 
-def _accepted_path(window: Window, path: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
-    """Checks a path and brings it to int64, without padding requests, with 0 past its end."""
-    if path.shape[0] != window.batch or accepted.shape != (window.batch,) or path.dim() != 2:
+def _accepted_paths(window: Window, path: Tensor, accepted: Tensor) -> list[list[int]]:
+    """Checks paths and brings them to lists of rows, without padding requests."""
+    if path.dim() != 2 or path.shape[0] != window.batch or accepted.shape != (window.batch,):
         raise ValueError(
-            f"path {tuple(path.shape)} and accepted {tuple(accepted.shape)} do not fit a round of {window.batch} requests: "
-            f"[{window.batch}, P] and [{window.batch}]"
+            f"path {tuple(path.shape)} and accepted {tuple(accepted.shape)} do not fit a round of {window.batch} "
+            f"requests: [{window.batch}, P] and [{window.batch}]"
         )
-    path, accepted = path.long(), accepted.long()
+    if path.is_floating_point() or accepted.is_floating_point():
+        raise ValueError(f"path is {path.dtype} and accepted {accepted.dtype}; both are integers")
     if window.active is not None:
         path, accepted = path[window.active], accepted[window.active]
-    if accepted.numel() and not bool(((accepted >= 1) & (accepted <= path.shape[1])).all()):
+    lengths = accepted.tolist()
+    if lengths and not 1 <= min(lengths) <= max(lengths) <= path.shape[1]:
         raise ValueError(
-            f"accepted is {accepted.tolist()}; a round accepts the root at least and at most the {path.shape[1]} rows of the path"
+            f"accepted is {lengths}; a round accepts the root at least and at most the {path.shape[1]} rows of the path"
         )
-    path = path.masked_fill(torch.arange(path.shape[1], device=path.device) >= accepted[:, None], 0)
-    step = torch.arange(1, path.shape[1], device=path.device)
-    inside = (path >= 0) & (path < window.trees.rows[:, None])
-    parents = window.parent_rows.squeeze(2).gather(1, path[:, 1:].clamp(0, window.parent_rows.shape[1] - 1))
-    follows = (parents == path[:, :-1]) & (path[:, 1:] > 0) | (step >= accepted[:, None])
-    if not bool(inside.all() & follows.all() & (path[:, :1] == 0).all()):
-        raise ValueError(f"path {path.tolist()} with lengths {accepted.tolist()} does not go from the root from parent to child")
-    return path, accepted
+    paths = [rows[:length] for rows, length in zip(path.tolist(), lengths, strict=True)]
+    for rows, parents in zip(paths, window.trees.parents.tolist(), strict=True):
+        followed = all(0 < row < len(parents) and parents[row] == above for above, row in pairwise(rows))
+        if rows[0] != 0 or not followed:
+            raise ValueError(
+                f"path {rows} is none of the tree with parents {parents}: it starts at row 0, the root, and goes from "
+                "parent to child"
+            )
+    return paths
 
 
-def _check_window(window: Window, x: Tensor, a: Tensor, b: Tensor, params: GDNParams, max_rows: int) -> None:
+def _check_verified(window_rows: Tensor, window: Window) -> None:
+    """window_rows [layers, R]."""
+    rows = window.trees.rows.tolist()
+    for layer, verified in enumerate(window_rows[:, window.requests].tolist()):
+        if verified != rows:
+            raise ValueError(
+                f"requests {window.requests.tolist()} of layer {layer} have verified windows of {verified} rows, "
+                f"but this one has {rows}: verify it in every layer, then commit it once"
+            )
+
+
+def _check_window(
+    state: LayerState | SnapshotState, window: Window, x: Tensor, a: Tensor, b: Tensor, params: GDNParams
+) -> None:
     dims = params.dims
-    batch, length = window.batch, window.parent_rows.shape[1]
+    batch, length, max_rows = window.batch, window.trees.parents.shape[1], state.window_inputs.shape[1]
     gates = (batch, length, dims.num_v_heads)
     if x.shape != (batch, length, dims.conv_dim) or a.shape != gates or b.shape != gates:
         raise ValueError(
@@ -354,7 +402,13 @@ def _check_window(window: Window, x: Tensor, a: Tensor, b: Tensor, params: GDNPa
             f"x is [{batch}, {length}, {dims.conv_dim}], a and b are {list(gates)}"
         )
     if length > max_rows:
-        raise ValueError(f"a window of {length} rows does not fit a stash of {max_rows}: truncate the trees or allocate more")
+        raise ValueError(
+            f"a window of {length} rows does not fit a stash of {max_rows}: truncate the trees or allocate more"
+        )
+    if x.dtype != state.conv.dtype:
+        raise ValueError(
+            f"x is {x.dtype} and the state keeps inputs in {state.conv.dtype}: convert x, or allocate in its dtype"
+        )
 
 
 def _active_inputs(window: Window, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -375,3 +429,7 @@ def _outputs(window: Window, out: Tensor, dtype: torch.dtype) -> Tensor:
     everything = out.new_zeros(window.batch, *out.shape[1:])
     everything[window.active] = out
     return everything
+
+
+def _indices(values: Sequence[object], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=like.device)
