@@ -304,6 +304,23 @@ def test_budget_gives_another_shape_to_every_request_and_the_same_alone():
         assert alone == drafts[b]
 
 
+def test_a_budget_scores_nodes_at_each_requests_temperature_but_not_below_0_7():
+    """The same tree as from logits divided by hand."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(40, 12, generator=generator) * 2
+
+    def next_logits(scales):
+        return lambda level: logits[(level.tokens * 3 + level.depth) % 40] / torch.tensor(scales)[:, None, None]
+
+    temperatures, used = [0.0, 0.4, 0.7, 1.0, 2.5], [0.7, 0.7, 0.7, 1.0, 2.5]
+    root, shape, ones = logits[:1].expand(5, -1), NodeBudget(10, 5), [1.0] * 5
+    drafts = grow_drafts([0] * 5, root, shape, next_logits(ones), temperatures=temperatures)
+    by_hand = grow_drafts([0] * 5, root / torch.tensor(used)[:, None], shape, next_logits(used))
+    assert drafts == by_hand
+    assert drafts[0] == drafts[1]
+    assert drafts[1] != drafts[4]
+
+
 def test_a_certain_draft_becomes_a_chain_and_an_uncertain_one_a_star():
     certain = torch.full((1, 50), -1e4)
     certain[0, 7] = 0.0

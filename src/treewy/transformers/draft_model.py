@@ -69,6 +69,7 @@ class DraftModelDrafter:
             self.shape,
             next_logits,
             limits=[min(self.shape.max_depth, request.remaining - 1) for request in requests],
+            temperatures=[request.sampling.temperature for request in requests],
             sampling=[request.sampling for request in requests] if self._sampled else None,
             generators=[request.generator for request in requests] if self._sampled else None,
         )

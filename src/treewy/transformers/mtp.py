@@ -375,6 +375,7 @@ class MTPDrafter:
             self.shape,
             levels.run,
             limits=limits,
+            temperatures=[request.sampling.temperature for request in requests],
             sampling=[request.sampling for request in requests] if self._sampled else None,
             generators=[request.generator for request in requests] if self._sampled else None,
         )
