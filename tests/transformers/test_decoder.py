@@ -374,3 +374,43 @@ def test_a_draft_model_is_released_with_its_request():
     again = decoder.generate(torch.tensor([prompt(17)]), max_new_tokens=50, return_dict_in_generate=True)
     assert again.sequences[0].tolist() == list(greedy_text("qwen3_5", 17)[:67])
     assert again.statistics.acceptance_length > 2.8  # the same model drafts: all is accepted, but at the end
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gpu_is_greedy_as_its_model_is(family, mode):
+    """The model's own text on that device; fp32 products without TF32."""
+    model = tiny_model(family).cuda()
+    ids, mask = (tensor.cuda() for tensor in padded([prompt(n) for n in LENGTHS]))
+    theirs = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+    texts = [sequence[-n - NEW_TOKENS :] for sequence, n in zip(theirs.tolist(), LENGTHS, strict=True)]
+    for shape in SHAPES.values():
+        drafter = KnownText(texts, shape, accuracy=0.8, vocab=VOCAB)
+        decoder = SpeculativeDecoder(model, drafter, mamba_state_commit=mode)
+        assert torch.equal(decoder.generate(ids, mask, max_new_tokens=NEW_TOKENS), theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gpu_decodes_in_half_precision_close_to_its_own_model(dtype):
+    model = tiny_model("qwen3_5").to("cuda", dtype)
+    decoder = SpeculativeDecoder(model, "ngram", draft_tree_budget=8)
+    sequence = decoder.generate(torch.tensor([prompt(17)], device="cuda"), max_new_tokens=60)[0]
+    with torch.inference_mode():
+        logits = model(sequence[None, :-1]).logits[0, 16:].float()
+    chosen = logits.gather(1, sequence[17:, None]).squeeze(1)
+    spacing = torch.finfo(dtype).eps * logits.abs().amax(1)
+    assert bool((logits.amax(1) - chosen <= 16 * spacing).all())
+
+
+@pytest.mark.gpu
+def test_a_gpu_samples_the_same_with_the_same_seed():
+    model = tiny_model("qwen3_5").cuda()
+    ids = torch.tensor([prompt(17)], device="cuda")
+    decoder = SpeculativeDecoder(
+        model, "model", draft_model=tiny_model("qwen3_5", 1).cuda(), draft_tree_widths=(2, 2), draw_drafts=True
+    )
+    sample = functools.partial(decoder.generate, ids, max_new_tokens=30, do_sample=True)
+    assert torch.equal(sample(seed=1), sample(seed=1))
+    assert not torch.equal(sample(seed=1), sample(seed=2))
