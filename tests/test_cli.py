@@ -205,6 +205,15 @@ def test_prompt_from_file_and_stdin(folder: Path, tmp_path: Path) -> None:
         assert (report["prompt_tokens"], report["text"]) == (3, expected["text"])
 
 
+def test_shipped_model() -> None:
+    """No options at all: a trained head, whose drafts are mostly accepted."""
+    report = run_json("--max-new-tokens", 64)
+    assert report["machine"]["model"] == "the shipped model"
+    assert report["machine"]["threads"] == 1
+    assert report["acceptance_length"] > 2
+    assert "self.items.append(item)" in report["text"]
+
+
 def test_no_prompt_takes_the_example(folder: Path) -> None:
     result = run("--model", folder, "--max-new-tokens", 2, "--no-baseline")
     assert result.stdout.startswith(cli.EXAMPLE_PROMPT)

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 
 from treewy import __version__
+from treewy.model import MODEL_DIR
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from treewy.state import StateSpec
     from treewy.transformers import Run, SpeculativeDecoder
 
-SHIPPED_MODEL = Path(__file__).parent / "model"
 EXAMPLE_PROMPT = '''\
 class Stack:
     """A last-in, first-out collection of items."""
@@ -114,7 +114,10 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the generation, left out of it; may be repeated.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.")] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(help="CPU threads. Default: torch's choice, but 1 for the small model that treewy ships."),
+    ] = None,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         typer.Option(help="Of the weights; auto is float32 on a CPU and the checkpoint's own elsewhere."),
@@ -139,7 +142,8 @@ def generate(
 
         status = Console(stderr=True)
         with _progress(status, "loading") as (bar, task):
-            _import_engine(threads)
+            # Threads that wait for each other cost more than they bring where matrices are small.
+            _import_engine(1 if threads is None and model is None else threads)
             from treewy.acceptance import SamplingParams
             from treewy.drafting import FixedWidths
 
@@ -334,7 +338,7 @@ class _Session:
 
     def __init__(self, name: str | None, dtype: str, device: str) -> None:
         self._name, self._dtype, self._device = name, dtype, device
-        self.model, self.tokenizer = self._load("--model", name or str(SHIPPED_MODEL))
+        self.model, self.tokenizer = self._load("--model", name or str(MODEL_DIR))
 
     def _load(self, option: str, name: str) -> "tuple[PreTrainedModel, Any]":
         from safetensors import SafetensorError
