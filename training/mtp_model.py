@@ -195,6 +195,9 @@ def branch_attention(q: Tensor, k: Tensor, v: Tensor, own_k: list[Tensor], own_v
     """Attention of deeper MTP entries: causal over the depth-1 entries ``k, v``, plus each base's own deeper entries.
 
     ``own_k[i][:, :, p]`` is the entry of base ``p`` at depth ``i + 2``; only base ``p`` itself sees it.
+
+    The softmax is written out: scaled by the largest causal score, and with the few own scores added one by one,
+    because Triton 3.6 fails to compile the fused kernel if they are stacked into one tensor.
     """
     batch, heads, time, dim = q.shape
     kv_heads = k.shape[1]
