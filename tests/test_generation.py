@@ -263,12 +263,13 @@ def test_scores_are_those_each_token_was_chosen_from():
 def test_statistics_count_windows_depths_and_rows():
     statistics = Statistics()
     assert statistics.acceptance_length == 0.0
-    statistics.add(Round([Step(0, 15, 3, 50, [1, 2, 3]), Step(1, 4, 1, 50, [7])], {"verify": 1.0}))
-    statistics.add(Round([Step(0, 15, 4, 2, [1, 2])], {"verify": 0.5, "draft": 0.25}))
+    statistics.add(Round([Step(0, 15, 3, 50, [1, 2, 3]), Step(1, 4, 1, 50, [7])], {"verify": 1.0}, 700))
+    statistics.add(Round([Step(0, 15, 4, 2, [1, 2])], {"verify": 0.5, "draft": 0.25}, 600))
     assert (statistics.rounds, statistics.windows, statistics.tokens, statistics.rows) == (2, 3, 6, 34)
     assert statistics.acceptance_length == pytest.approx(8 / 3)
     assert statistics.per_depth == pytest.approx([2 / 3, 2 / 3, 1 / 3])
     assert statistics.seconds == {"verify": 1.5, "draft": 0.25}
+    assert statistics.state_bytes == 700
 
 
 def test_a_round_says_how_long_each_phase_took():
@@ -278,3 +279,4 @@ def test_a_round_says_how_long_each_phase_took():
     round_ = decode_round(target, drafter, [request], never)
     assert set(round_.seconds) == {"draft", "expand", "verify", "accept", "emit", "commit"}
     assert all(seconds > 0 for seconds in round_.seconds.values())
+    assert round_.state_bytes == sum(tensor[:, 0].nbytes for tensor in target.state.tensors.values())

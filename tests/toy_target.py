@@ -35,6 +35,10 @@ class ToyTarget:
         self.state = RecurrentState(spec, num_requests)
         self._window: Window | None = None
 
+    @property
+    def state_bytes(self) -> int:
+        return self.state.spec.bytes_per_request
+
     def prefill(self, requests: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[TargetOutput]:
         return [self._prefill(request, prompt) for request, prompt in zip(requests, prompts, strict=True)]
 

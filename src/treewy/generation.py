@@ -27,6 +27,10 @@ class TargetOutput(NamedTuple):
 class Target(Protocol):
     """The model that is sped up, with the state of its running requests."""
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of recurrent state that one request holds."""
+
     def prefill(self, requests: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[TargetOutput]:
         """Runs one prompt per request; for each, logits [1, 1, V] of its last token and hidden [1, n, D] of all."""
 
@@ -76,7 +80,9 @@ class Round:
 
     steps: list[Step]
     seconds: dict[str, float]
-    """Seconds by phase: draft, expand, verify, accept, commit, emit."""
+    """Seconds by phase: draft, expand, verify, accept, emit, commit."""
+    state_bytes: int
+    """Bytes of recurrent state that each of these requests held."""
 
 
 @dataclass
@@ -89,10 +95,13 @@ class Statistics:
     accepted: list[int] = field(default_factory=list)
     """Entry d counts the windows of which a node at depth d was accepted; entry 0 counts all windows."""
     seconds: dict[str, float] = field(default_factory=dict)
+    state_bytes: int = 0
+    """Bytes of recurrent state that a request held at most."""
 
     def add(self, round_: Round) -> None:
         """Takes in one round."""
         self.rounds += 1
+        self.state_bytes = max(self.state_bytes, round_.state_bytes)
         for phase, seconds in round_.seconds.items():
             self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
         for step in round_.steps:
@@ -192,7 +201,7 @@ def decode_round(
     for place, (request, path) in enumerate(zip(requests, paths, strict=True)):
         drafter.observe(request, output.hidden[place, list(path)])
     clock.phase("commit")
-    return Round(steps, clock.seconds)
+    return Round(steps, clock.seconds, target.state_bytes)
 
 
 def decode(

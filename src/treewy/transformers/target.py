@@ -97,6 +97,11 @@ class HFTarget:
 
     # Target
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of recurrent state that one request holds."""
+        return 0 if self.state is None else self.state.spec.bytes_per_request
+
     def prefill(self, requests: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[TargetOutput]:
         """Runs prompts through the untouched model and takes over its state. Whatever the requests held is dropped.
 
