@@ -51,10 +51,17 @@ def shape_name(kwargs: dict[str, Any]) -> str:
     return f"chain {len(widths)}" if set(widths) == {1} else str(tuple(widths)).replace(" ", "")
 
 
-def write(name: str, method: str, records: list[dict[str, Any]]) -> None:
-    """Writes `results/NAME.json` whole or not at all."""
+def read(name: str) -> dict[str, Any]:
+    """`results/NAME.json`."""
+    document: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return document
+
+
+def write(name: str, method: str, records: list[dict[str, Any]], earlier_command: str = "") -> None:
+    """Writes `results/NAME.json` whole or not at all; `earlier_command` made the records that are kept."""
+    command = " ".join(["python", *sys.argv])
     document = {
-        "command": " ".join(["python", *(Path(arg).as_posix() for arg in sys.argv)]),
+        "command": f"{earlier_command} && {command}" if earlier_command else command,
         "date": datetime.date.today().isoformat(),
         "machine": {"cpu": _cpu(), "cores": torch.get_num_threads(), "gpu": _gpu()},
         "versions": {

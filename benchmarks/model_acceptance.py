@@ -1,6 +1,7 @@
 """How many tokens a round accepts, by shape and rows, for the shipped model and its MTP head.
 
-    python benchmarks/model_acceptance.py [--documents 80] [--prompts 40] [--device cpu]
+    python benchmarks/model_acceptance.py [--sets held-out spec-bench humaneval] [--temperatures 0 0.7 1]
+        [--sequences 80] [--append]
 
 Writes results/model-acceptance.json and prints the table. A server pays for rows, so acceptance stands against rows.
 """
@@ -26,6 +27,7 @@ TREES = [{"draft_tree_widths": widths} for widths in ((2, 2), (3, 2, 1), (2, 2, 
 BEST_FIRST = [{"draft_tree_budget": rows, "max_draft_depth": 6} for rows in (8, 15, 24, 40)]
 ALL_SHAPES: list[dict[str, Any]] = [*CHAINS, *TREES, *BEST_FIRST]
 FEW_SHAPES: list[dict[str, Any]] = [CHAINS[2], CHAINS[7], TREES[2], TREES[3], BEST_FIRST[1], BEST_FIRST[3]]
+DRAWN: list[dict[str, Any]] = [CHAINS[2], TREES[2], TREES[3]]
 HORIZONS = (64, 128)
 METHOD = """Greedy or sampled decoding from prompts of the named set in one batch, stopping at the end-of-text token.
 Held-out prompts are the first 256 tokens of a document. A record covers the windows that begin within the first
@@ -78,27 +80,33 @@ def loops(text: list[int]) -> bool:
 def main() -> None:
     """Runs everything and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--documents", type=int, default=80)
-    parser.add_argument("--prompts", type=int, default=40)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--sets", nargs="+", choices=["held-out", "spec-bench", "humaneval"], default=["held-out"])
+    parser.add_argument("--sequences", type=int, default=80)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
+    parser.add_argument("--append", action="store_true", help="keep the records that are there")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    model: Any = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).to(arguments.device).eval()
-    sets = {
-        "held-out documents": (held_out_prompts(arguments.documents), ALL_SHAPES),
-        "spec-bench": (text_prompts("spec_bench", arguments.prompts), FEW_SHAPES),
-        "humaneval": (text_prompts("humaneval", arguments.prompts), FEW_SHAPES),
-    }
-    console, records = Console(), []
+    model: Any = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
+    sets: dict[str, tuple[list[list[int]], list[dict[str, Any]]]] = {}
+    if "held-out" in arguments.sets:
+        sets["held-out documents"] = held_out_prompts(arguments.sequences), ALL_SHAPES
+    if "spec-bench" in arguments.sets:
+        sets["spec-bench"] = text_prompts("spec_bench", arguments.sequences), FEW_SHAPES
+    if "humaneval" in arguments.sets:
+        sets["humaneval"] = text_prompts("humaneval", arguments.sequences), FEW_SHAPES
+    console, records, earlier = Console(), [], ""
+    if arguments.append:
+        kept = read("model-acceptance")
+        records, earlier = kept["records"], kept["command"]
     for name, (prompts, shapes) in sets.items():
-        for temperature in (0.0, 0.7, 1.0):
+        for temperature in arguments.temperatures:
             for shape in shapes:
-                drawn = [False, True] if temperature and "draft_tree_widths" in shape else [False]
+                drawn = [False, True] if temperature and shape in DRAWN else [False]
                 for drawn_drafts in drawn:
                     for record in measure(model, prompts, shape, temperature, drawn_drafts):
                         records.append({"prompts": name, **record})
                         console.print_json(data=records[-1], indent=None)
-                write("model-acceptance", METHOD.replace("\n", " "), records)
+                write("model-acceptance", METHOD.replace("\n", " "), records, earlier)
     table = Table("prompts", "temperature", "drafts", "new tokens", "shape", "rows", "accepted", "per depth", "looping")
     for record in records:
         fields = ("prompts", "temperature", "drafts", "new_tokens", "shape", "rows", "acceptance_length")
