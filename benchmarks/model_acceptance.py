@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 import torch
-from common import held_out_prompts, shape_name, text_prompts, write
+from common import held_out_prompts, read, shape_name, text_prompts, write
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
