@@ -69,7 +69,6 @@ def verify(
         ValueError: shapes or dtypes that do not fit, more rows than the stash holds, or a tree deeper than the history
             can take. Nothing is written then.
     """
-    dims = params.dims
     _check_window(state, window, x, a, b, params)
     capacity = state.history_keys.shape[1]
     if window.trees.max_depth + 1 > capacity:
@@ -81,16 +80,16 @@ def verify(
     rows = _prepare(state.conv.index_select(0, window.slots), window, x, a, b, params)
     S, waiting = _load(state, window, fold_always)
 
-    n, H, _, T, _ = rows.both.shape
-    both = rows.both.reshape(n, H, 2 * T, -1)
-    heads = (n, H, dims.group, 2, T)
-    read = (both @ S.flatten(2, 3).transpose(2, 3)).view(n, H, 2, T, dims.group, -1).permute(0, 1, 4, 2, 3, 5)
+    n, H, G, dv, dk = S.shape
+    T = x.shape[1]
+    both = rows.both.reshape(n, H, 2 * T, dk)
+    read = (both @ S.view(n, H, G * dv, dk).transpose(2, 3)).view(n, H, 2, T, G, dv).permute(0, 1, 4, 2, 3, 5)
     if waiting is not None:
         scores = (both @ waiting.keys.transpose(2, 3))[:, :, None] * waiting.weights  # [n, H, G, 2T, P]
-        read = waiting.total[..., None] * read + (scores @ waiting.values).view(*heads, -1)
+        read = waiting.total[..., None] * read + (scores @ waiting.values).view(n, H, G, 2, T, dv)
     g = (window.path_sums @ rows.decays.double()).transpose(1, 2)  # [n, HV, 1 + T], 0 for the state
     ratio = (g[:, :, 1:, None] - g[:, :, None]).masked_fill_(window.unrelated, float("-inf"))
-    ratio = ratio.to(rows.decays.dtype).exp_().view(n, H, dims.group, 1, T, 1 + T)
+    ratio = ratio.to(rows.decays.dtype).exp_().view(n, H, G, 1, T, 1 + T)
     from_state = ratio[..., :1] * read  # [n, H, G, 2, T, dv]
     weighted = ratio[..., 1:] * (both @ both[:, :, T:].transpose(2, 3)).view(n, H, 1, 2, T, T)
 
@@ -98,7 +97,7 @@ def verify(
     if window.trees.max_depth:
         L = rows.betas * weighted[:, :, :, 1]  # its diagonal is not read
         u = torch.linalg.solve_triangular(L, u, upper=False, unitriangular=True)
-    out = (from_state[:, :, :, 0] + weighted[:, :, :, 0] @ u) * dims.head_k_dim**-0.5
+    out = (from_state[:, :, :, 0] + weighted[:, :, :, 0] @ u) * dk**-0.5
 
     u = u.permute(0, 3, 1, 2, 4) * rows.key_scale[..., None]
     for stash, value in (
@@ -129,6 +128,8 @@ def commit(state: LayerState, window: Window, path: Tensor, accepted: Tensor) ->
         commit(LayerState(*(tensor[None] for tensor in state)), window, path, accepted)
         return
     paths = _accepted_paths(window, path, accepted)
+    if not paths:
+        return
     _check_verified(state.window_rows, window)
     capacity = state.history_keys.shape[2]
     pending = state.pending[:, window.requests]
@@ -224,6 +225,8 @@ def commit_store_all(state: SnapshotState, window: Window, path: Tensor, accepte
         commit_store_all(SnapshotState(*(tensor[None] for tensor in state)), window, path, accepted)
         return
     paths = _accepted_paths(window, path, accepted)
+    if not paths:
+        return
     _check_verified(state.window_rows, window)
     _commit_inputs(state.conv, state.window_inputs, window, window.requests, paths)
     state.committed[:, window.requests] = _indices([rows[-1] for rows in paths], window.requests)
@@ -238,24 +241,24 @@ def _prepare(committed: Tensor, window: Window, x: Tensor, a: Tensor, b: Tensor,
     dims = params.dims
     wide = params.taps.dtype
     n, T, C = x.shape
-    H, heads = dims.num_k_heads, (n, dims.num_k_heads, dims.group, T)
+    H, G, dk, dv = dims.num_k_heads, dims.group, dims.head_k_dim, dims.head_v_dim
     inputs = torch.cat([committed, x], dim=1).view(-1, C)
     met = inputs.index_select(0, window.conv_rows).view(n, T, dims.conv_width, C)
     mixed = (met.to(wide) * params.taps).sum(2)
     if params.conv_bias is not None:
         mixed = mixed + params.conv_bias
     mixed = F.silu(mixed).to(x.dtype)
-    raw = mixed[:, :, : 2 * dims.key_dim].view(n, T, 2 * H, dims.head_k_dim)
+    raw = mixed[:, :, : 2 * dims.key_dim].view(n, T, 2 * H, dk)
     both = raw.to(wide)
     scale = torch.rsqrt(both.square().sum(-1, keepdim=True) + params.eps)
-    values = mixed[:, :, 2 * dims.key_dim :].to(wide).view(n, T, H, dims.group, -1)
+    values = mixed[:, :, 2 * dims.key_dim :].to(wide).view(n, T, H, G, dv)
     return _Rows(
         raw_keys=raw[:, :, H:],
         key_scale=scale[:, :, H:],
-        both=(both * scale).view(n, T, 2, H, -1).permute(0, 3, 2, 1, 4),
+        both=(both * scale).view(n, T, 2, H, dk).permute(0, 3, 2, 1, 4),
         values=values.permute(0, 2, 3, 1, 4),
         decays=(params.neg_A * F.softplus(a.to(wide) + params.dt_bias)).clamp(min=_LOWEST_DECAY),
-        betas=(params.beta_scale * b.to(wide).sigmoid()).transpose(1, 2).view(*heads, 1),
+        betas=(params.beta_scale * b.to(wide).sigmoid()).transpose(1, 2).view(n, H, G, T, 1),
     )
 
 
@@ -405,9 +408,19 @@ def _check_window(
         raise ValueError(
             f"a window of {length} rows does not fit a stash of {max_rows}: truncate the trees or allocate more"
         )
+    planned, kept = window.trees.conv_ancestors.shape[2], state.conv.shape[1]
+    if not planned == kept == dims.conv_width - 1:
+        raise ValueError(
+            f"the window was planned for a convolution of width {planned + 1}, the state for {kept + 1}, the layer has "
+            f"width {dims.conv_width}: build trees and state with this conv_width"
+        )
     if x.dtype != state.conv.dtype:
         raise ValueError(
             f"x is {x.dtype} and the state keeps inputs in {state.conv.dtype}: convert x, or allocate in its dtype"
+        )
+    if isinstance(state, LayerState) and params.taps.dtype != state.window_values.dtype:
+        raise ValueError(
+            f"parameters are {params.taps.dtype} and the stash is {state.window_values.dtype}: make both of one dtype"
         )
 
 
