@@ -52,8 +52,9 @@ class SpeculativeDecoder:
         mamba_state_commit: "store_all", "reconstruct" or "deferred".
         mtp_checkpoint: folder or hub name that holds the `mtp.*` weights; default: where the model came from.
         draft_model: a small causal language model with the same tokenizer, of any family.
-        draw_drafts: where a request samples, draw the children from the draft's distribution instead of taking the most
-            probable ones. Both are lossless.
+        draw_drafts: where a request samples, draw the children from the draft's distribution (True) or take the most
+            probable ones (False). Both are lossless; drawn ones are accepted more often. Default: draw where the shape
+            is fixed; a best-first tree cannot be drawn.
         state_dtype: of the recurrent state; fp32, as transformers has it.
         history_rows: rows of pending history in the mode "deferred".
 
@@ -73,7 +74,7 @@ class SpeculativeDecoder:
         mamba_state_commit: CommitMode = "deferred",
         mtp_checkpoint: str | Path | None = None,
         draft_model: PreTrainedModel | None = None,
-        draw_drafts: bool = False,
+        draw_drafts: bool | None = None,
         state_dtype: torch.dtype = torch.float32,
         history_rows: int | None = None,
     ) -> None:
@@ -92,18 +93,20 @@ class SpeculativeDecoder:
             shape = FixedWidths(tuple(draft_tree_widths))
         else:
             shape = NodeBudget(16, max_draft_depth) if drafter == "ngram" else FixedWidths((1, 1, 1))
-        if draw_drafts and isinstance(shape, NodeBudget):
+        fixed = isinstance(shape, FixedWidths)
+        if draw_drafts and not fixed:
             raise ValueError(
                 "draw_drafts needs draft_tree_widths: best-first trees keep nodes by the probability of their tokens, "
                 "which would bias drawn ones; without draw_drafts it is lossless at any temperature"
             )
+        draw = fixed if draw_drafts is None else draw_drafts
         self.model = model
         self.mode: CommitMode = mamba_state_commit
         self._shape, self._state_dtype, self._history_rows = shape, state_dtype, history_rows
         self.target(1)  # refuses what it cannot serve, before anything is loaded
         self.drafter: Drafter
         if drafter == "mtp":
-            self.drafter = MTPDrafter(MTPHead.from_checkpoint(model, mtp_checkpoint), shape, sampled=draw_drafts)
+            self.drafter = MTPDrafter(MTPHead.from_checkpoint(model, mtp_checkpoint), shape, sampled=draw)
         elif drafter == "ngram":
             if not isinstance(shape, NodeBudget):
                 raise ValueError(
@@ -115,7 +118,7 @@ class SpeculativeDecoder:
                 raise ValueError(
                     'drafter "model" needs draft_model, a small causal language model with the same tokenizer'
                 )
-            self.drafter = DraftModelDrafter(draft_model, shape, sampled=draw_drafts)
+            self.drafter = DraftModelDrafter(draft_model, shape, sampled=draw)
         elif drafter == "none":
             self.drafter = NoDrafter()
         elif isinstance(drafter, str):
