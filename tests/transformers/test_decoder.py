@@ -262,14 +262,20 @@ def test_sampling_repeats_with_its_seed_and_not_without():
     assert not torch.equal(sample(), sample())
 
 
-def test_drawn_drafts_of_an_mtp_head_sample_too(tmp_path):
+def test_drafts_of_fixed_shape_are_drawn_where_a_request_samples(tmp_path):
+    """By default and by request; other draws give another text from the same seed, each its own again."""
     folder = save_with_head(model_of("qwen3_5"), tmp_path)
-    decoder = SpeculativeDecoder(
-        model_of("qwen3_5"), "mtp", draft_tree_widths=(2, 2), mtp_checkpoint=folder, draw_drafts=True
-    )
     ids, mask = padded([prompt(n) for n in (1, 17)])
-    sample = functools.partial(decoder.generate, ids, mask, max_new_tokens=25, do_sample=True, seed=2)
-    assert torch.equal(sample(), sample())
+    texts = {}
+    for draw in (None, True, False):
+        decoder = SpeculativeDecoder(
+            model_of("qwen3_5"), "mtp", draft_tree_widths=(2, 2), mtp_checkpoint=folder, draw_drafts=draw
+        )
+        sample = functools.partial(decoder.generate, ids, mask, max_new_tokens=25, do_sample=True, seed=2)
+        texts[draw] = sample()
+        assert torch.equal(texts[draw], sample())
+    assert torch.equal(texts[None], texts[True])
+    assert not torch.equal(texts[True], texts[False])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
