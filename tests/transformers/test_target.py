@@ -231,6 +231,13 @@ def test_attention_without_a_mask_is_refused():
         HFTarget(model, 1)
 
 
+def test_a_model_on_several_devices_is_refused():
+    model = tiny_model("qwen3_5")
+    model.model.layers[2].to("meta")
+    with pytest.raises(ValueError, match=r"spread over cpu and meta; .* load the model onto one"):
+        HFTarget(model, 1)
+
+
 def test_eager_attention_gives_the_same():
     model = tiny_model("qwen3_5")
     model.set_attn_implementation("eager")

@@ -40,7 +40,7 @@ class HFTarget:
         need_gdn: refuse a model without GDN layers.
 
     Raises:
-        ValueError: no GDN layer, or an attention implementation that takes no mask.
+        ValueError: no GDN layer, an attention implementation that takes no mask, or a model on several devices.
     """
 
     def __init__(
@@ -73,6 +73,12 @@ class HFTarget:
                 f"attn_implementation is {attention!r}, which takes no tree mask; load the model with 'sdpa' or 'eager'"
             )
         device = model.device
+        others = {parameter.device for parameter in self.text_model.parameters()} - {device}
+        if others:
+            raise ValueError(
+                f"the model is spread over {device} and {', '.join(sorted(map(str, others)))}; its state lives on one "
+                "device: load the model onto one"
+            )
         self.kv = TreeKV([i for i, mixer in enumerate(mixers) if mixer is None], num_requests, device)
         self.state: RecurrentState | None = None
         if self._gdn:
