@@ -231,14 +231,14 @@ def plan(trees: TreeBatch, slots: Tensor, requests: Tensor, *, num_slots: int, n
     first_input = kept + (kept + rows) * torch.arange(count, device=device)[:, None, None]
     met = torch.cat([row[:, None].expand(count, rows, 1), trees.conv_ancestors], dim=2) + first_input
     related = trees.is_ancestor()
-    padding_rows = row >= trees.rows[:, None]
+    has_padding = min(trees.rows.tolist(), default=rows) < rows
     return Window(
         trees=trees,
         slots=slots,
         requests=requests,
         batch=batch,
         active=active,
-        padding_rows=padding_rows if bool(padding_rows.any()) else None,
+        padding_rows=row >= trees.rows[:, None] if has_padding else None,
         conv_rows=met.flatten(),
         path_sums=F.pad(related.double(), (0, 0, 1, 0)),
         unrelated=F.pad(~related, (1, 0))[:, None],

@@ -14,6 +14,7 @@ leave it few digits. Masked entries become exp(-inf) = 0 before anything is mult
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ class _Rows(NamedTuple):
     key_scale: Tensor
     """[n, T, H, 1] fp32, inverse norms."""
     both: Tensor
-    """[n, H, 2, T, dk] fp32, queries and keys, normalised. The factor dk^-0.5 of the queries is left to the outputs."""
+    """[n, H, T, 2, dk] fp32, queries and keys, normalised. The factor dk^-0.5 of the queries is left to the outputs."""
     values: Tensor
     """[n, H, G, T, dv] fp32."""
     decays: Tensor
@@ -82,22 +83,23 @@ def verify(
 
     n, H, G, dv, dk = S.shape
     T = x.shape[1]
-    both = rows.both.reshape(n, H, 2 * T, dk)
-    read = (both @ S.view(n, H, G * dv, dk).transpose(2, 3)).view(n, H, 2, T, G, dv).permute(0, 1, 4, 2, 3, 5)
+    both = rows.both.reshape(n, H, T * 2, dk)
+    # Queries and keys side by side, [n, H, G, T, 2, …], from here on.
+    read = (both @ S.view(n, H, G * dv, dk).mT).view(n, H, T, 2, G, dv).permute(0, 1, 4, 2, 3, 5)
     if waiting is not None:
-        scores = (both @ waiting.keys.transpose(2, 3))[:, :, None] * waiting.weights  # [n, H, G, 2T, P]
-        read = waiting.total[..., None] * read + (scores @ waiting.values).view(n, H, G, 2, T, dv)
+        scores = (both @ waiting.keys.mT)[:, :, None] * waiting.weights  # [n, H, G, 2T, P]
+        read = torch.addcmul((scores @ waiting.values).view(n, H, G, T, 2, dv), waiting.total[..., None], read)
     g = (window.path_sums @ rows.decays.double()).transpose(1, 2)  # [n, HV, 1 + T], 0 for the state
     ratio = (g[:, :, 1:, None] - g[:, :, None]).masked_fill_(window.unrelated, float("-inf"))
-    ratio = ratio.to(rows.decays.dtype).exp_().view(n, H, G, 1, T, 1 + T)
-    from_state = ratio[..., :1] * read  # [n, H, G, 2, T, dv]
-    weighted = ratio[..., 1:] * (both @ both[:, :, T:].transpose(2, 3)).view(n, H, 1, 2, T, T)
+    ratio = ratio.to(rows.decays.dtype).exp_().view(n, H, G, T, 1, 1 + T)
+    from_state = ratio[..., :1] * read
+    weighted = ratio[..., 1:] * (both @ rows.both[:, :, :, 1].mT).view(n, H, 1, T, 2, T)
 
-    u = rows.betas * (rows.values - from_state[:, :, :, 1])
+    u = rows.betas * (rows.values - from_state[..., 1, :])
     if window.trees.max_depth:
-        L = rows.betas * weighted[:, :, :, 1]  # its diagonal is not read
+        L = rows.betas * weighted[..., 1, :]  # its diagonal is not read
         u = torch.linalg.solve_triangular(L, u, upper=False, unitriangular=True)
-    out = (from_state[:, :, :, 0] + weighted[:, :, :, 0] @ u) * dk**-0.5
+    out = (from_state[..., 0, :] + weighted[..., 0, :] @ u) * dk**-0.5
 
     u = u.permute(0, 3, 1, 2, 4) * rows.key_scale[..., None]
     for stash, value in (
@@ -162,7 +164,7 @@ def fold(state: LayerState, slots: Tensor, requests: Tensor) -> None:
         slots: [n] integer blocks of the requests.
         requests: [n] integer indices of the running requests.
     """
-    _write_folded(state, slots, requests, folded_state(state, slots, requests))
+    _write_folded(state, slots, requests, _folded(state, slots, requests))
 
 
 def folded_state(state: LayerState, slots: Tensor, requests: Tensor) -> Tensor:
@@ -170,9 +172,7 @@ def folded_state(state: LayerState, slots: Tensor, requests: Tensor) -> Tensor:
 
     S_a = g_a S_0 + sum over the path of (g_a / g_i) u_i k_i^T (arXiv 2608.20961).
     """
-    S = _committed_states(state, slots)
-    waiting = _pending_rows(state, requests, state.pending[requests].tolist())
-    return (S if waiting is None else _fold(S, waiting)).flatten(1, 2)
+    return _folded(state, slots, requests).flatten(1, 2)
 
 
 def verify_store_all(
@@ -198,7 +198,7 @@ def verify_store_all(
     rows = _prepare(state.conv.index_select(0, window.requests), window, x, a, b, params)
     wide = rows.decays.dtype
     # [n, T, HV, …], a row's heads together.
-    queries, keys = rows.both.permute(2, 0, 3, 1, 4).repeat_interleave(dims.group, dim=3)
+    queries, keys = rows.both.permute(3, 0, 2, 1, 4).repeat_interleave(dims.group, dim=3)
     values, betas = (t.flatten(1, 2).transpose(1, 2) for t in (rows.values, rows.betas))
     out = torch.zeros_like(values)
     depths = (
@@ -209,10 +209,10 @@ def verify_store_all(
         place, row = (depths == depth).nonzero(as_tuple=True)
         request = window.requests[place]
         before = window.trees.parents[place, row] if depth else state.committed[request]
-        S = state.snapshots[request, before].to(wide) * rows.decays[place, row].exp()[:, :, None, None]
-        k = keys[place, row]
-        u = betas[place, row] * (values[place, row] - (S @ k[..., None]).squeeze(-1))
-        S += u[..., None] * k[:, :, None]
+        S = state.snapshots[request, before].to(wide).mul_(rows.decays[place, row].exp()[:, :, None, None])
+        k = keys[place, row][..., None]
+        u = betas[place, row][..., None] * (values[place, row][..., None] - S @ k)
+        S.flatten(0, 1).baddbmm_(u.flatten(0, 1), k.flatten(0, 1).mT)
         out[place, row] = (S @ queries[place, row][..., None]).squeeze(-1)
         state.snapshots[request, row] = S.to(state.snapshots.dtype)
     state.window_inputs[:, : x.shape[1]].index_copy_(0, window.requests, x)
@@ -255,7 +255,7 @@ def _prepare(committed: Tensor, window: Window, x: Tensor, a: Tensor, b: Tensor,
     return _Rows(
         raw_keys=raw[:, :, H:],
         key_scale=scale[:, :, H:],
-        both=(both * scale).view(n, T, 2, H, dk).permute(0, 3, 2, 1, 4),
+        both=(both * scale).view(n, T, 2, H, dk).permute(0, 3, 1, 2, 4),
         values=values.permute(0, 2, 3, 1, 4),
         decays=(params.neg_A * F.softplus(a.to(wide) + params.dt_bias)).clamp(min=_LOWEST_DECAY),
         betas=(params.beta_scale * b.to(wide).sigmoid()).transpose(1, 2).view(n, H, G, T, 1),
@@ -290,8 +290,8 @@ def _pending_rows(state: LayerState, requests: Tensor, pending: list[int]) -> _P
         past = torch.arange(longest, device=keys.device) >= _indices(pending, keys)[:, None]
         keys, values = (t.masked_fill(past[:, :, None, None], 0.0) for t in (keys, values))
         decays = decays.masked_fill(past[:, :, None], 0.0)
-    later = torch.ones(1 + longest, longest, dtype=torch.float64, device=keys.device).triu()
-    weights = (later @ decays.double()).exp().to(wide)  # [n, 1 + P, HV]; first that of everything
+    # Sums of what comes after each row, [n, 1 + P, HV]; first that of all rows.
+    weights = (_suffix_sums(longest, keys.device) @ decays.double()).exp().to(wide)
     weights = weights.transpose(1, 2).view(n, H, -1, 1, 1 + longest)
     return _Pending(
         keys.to(wide).transpose(1, 2),
@@ -299,6 +299,12 @@ def _pending_rows(state: LayerState, requests: Tensor, pending: list[int]) -> _P
         weights[..., 1:],
         weights[..., :1],
     )
+
+
+@lru_cache(maxsize=128)
+def _suffix_sums(rows: int, device: torch.device) -> Tensor:
+    """[1 + rows, rows] fp64: row i sums everything from i on."""
+    return torch.ones(1 + rows, rows, dtype=torch.float64, device=device).triu()
 
 
 def _committed_states(state: LayerState, slots: Tensor) -> Tensor:
@@ -310,13 +316,21 @@ def _committed_states(state: LayerState, slots: Tensor) -> Tensor:
 
 
 def _fold(S: Tensor, waiting: _Pending) -> Tensor:
-    """g_a S_0 + sum of (g_a / g_i) u_i k_i^T. S [n, H, G, dv, dk]."""
-    written = (waiting.values.transpose(3, 4) * waiting.weights) @ waiting.keys[:, :, None]
-    return waiting.total * S + written
+    """g_a S_0 + sum of (g_a / g_i) u_i k_i^T, in place. S [n, H, G, dv, dk]."""
+    n, H, G, dv, dk = S.shape
+    values = (waiting.values.mT * waiting.weights).reshape(n * H, G * dv, waiting.keys.shape[2])
+    S.mul_(waiting.total).view(n * H, G * dv, dk).baddbmm_(values, waiting.keys.flatten(0, 1))
+    return S
+
+
+def _folded(state: LayerState, slots: Tensor, requests: Tensor) -> Tensor:
+    S = _committed_states(state, slots)
+    waiting = _pending_rows(state, requests, state.pending[requests].tolist())
+    return S if waiting is None else _fold(S, waiting)
 
 
 def _write_folded(state: LayerState, slots: Tensor, requests: Tensor, S: Tensor) -> None:
-    folded = S.to(state.checkpoint.dtype)
+    folded = S.flatten(1, 2).to(state.checkpoint.dtype)
     state.checkpoint.index_copy_(0, slots, folded)
     state.pending.index_fill_(0, requests, 0)
 
@@ -329,17 +343,18 @@ def _load(state: LayerState, window: Window, fold_always: bool) -> tuple[Tensor,
     if waiting is None:
         return S, None
     capacity = state.history_keys.shape[1]
-    due = [
-        rows > 0 if fold_always else rows + more > capacity
-        for rows, more in zip(pending, window.longest_path, strict=True)
-    ]
-    if not any(due):
+    more = window.longest_path
+    due = [place for place, rows in enumerate(pending) if fold_always or rows + more[place] > capacity]
+    if not due:
         return S, waiting
-    chosen = torch.tensor(due, device=S.device).nonzero().squeeze(1)
+    if len(due) == len(pending):
+        _write_folded(state, window.slots, window.requests, _fold(S, waiting))
+        return S, None
+    chosen = _indices(due, S)
     folded = _fold(S[chosen], _Pending(*(tensor[chosen] for tensor in waiting)))
+    _write_folded(state, window.slots[chosen], window.requests[chosen], folded)
     S[chosen] = folded
-    _write_folded(state, window.slots[chosen], window.requests[chosen], folded.flatten(1, 2))
-    left = [0 if now else rows for now, rows in zip(due, pending, strict=True)]
+    left = [0 if place in due else rows for place, rows in enumerate(pending)]
     return S, _pending_rows(state, window.requests, left)
 
 
