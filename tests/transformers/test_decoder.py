@@ -116,6 +116,15 @@ def test_a_draft_model_is_greedy_as_the_target_is(draft_family, shape):
     assert statistics.acceptance_length > (1.5 if draft_family == "qwen3_5" else 1)
 
 
+def test_a_draft_model_runs_more_nodes_than_a_window_holds():
+    """Growth drops nodes that it has run; all that were run, over all levels, would not fit 64 rows."""
+    draft_model = tiny_model("qwen3_5", seed=1)  # uncertain of everything: many nodes are run and dropped
+    statistics = assert_greedy(
+        "qwen3_5", "model", "deferred", (17,), draft_model=draft_model, draft_tree_budget=60, max_draft_depth=12
+    )
+    assert statistics.rows / statistics.windows > 40
+
+
 def save_with_head(model, folder, seed=3):
     model.save_pretrained(folder)
     state = MTPHead.random(model, seed).state_dict()
@@ -377,6 +386,7 @@ def test_a_draft_model_is_released_with_its_request():
     decoder.generate(torch.tensor([prompt(100)]), max_new_tokens=10)
     assert decoder.drafter._target.committed[0] == []
     assert isinstance(decoder.drafter._target, HFTarget)
+    assert len(decoder.drafter._target.committed) == 1  # sized for the requests that there are
     again = decoder.generate(torch.tensor([prompt(17)]), max_new_tokens=50, return_dict_in_generate=True)
     assert again.sequences[0].tolist() == list(greedy_text("qwen3_5", 17)[:67])
     assert again.statistics.acceptance_length > 2.8  # the same model drafts: all is accepted, but at the end

@@ -12,7 +12,7 @@ import random
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tests.transformers.tiny_models import FAMILIES, VOCAB, tiny_model
 from treewy.transformers import HFTarget
@@ -222,6 +222,12 @@ def test_a_model_without_gdn_layers_is_refused_as_a_target():
     target.prefill([0], [text(5)])
     output = target.verify([0], torch.tensor([[1, 2, 3]]), TreeBatch.of([DraftTree((-1, 0, 0))]))
     torch.testing.assert_close(output.logits[0, 2], forward(model, [*text(5), 1, 3]), rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_of_another_make_is_refused():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=8, n_layer=1, n_head=1))
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel has no decoder layers at model\.model\.layers"):
+        HFTarget(model, 1)
 
 
 def test_attention_without_a_mask_is_refused():

@@ -40,7 +40,8 @@ class HFTarget:
         need_gdn: refuse a model without GDN layers.
 
     Raises:
-        ValueError: no GDN layer, an attention implementation that takes no mask, or a model on several devices.
+        ValueError: a class of another make, no GDN layer, an attention implementation that takes no mask, or a model on
+            several devices.
     """
 
     def __init__(
@@ -56,8 +57,13 @@ class HFTarget:
         need_gdn: bool = True,
     ) -> None:
         self.model = model
-        base: Any = model.model
+        base: Any = getattr(model, "model", None)
         self.text_model: Any = getattr(base, "language_model", base)
+        if not hasattr(self.text_model, "layers"):
+            raise ValueError(
+                f"{type(model).__name__} has no decoder layers at model.model.layers, so it is none of the classes "
+                "known here: give a Qwen3-Next, Qwen3.5 or OLMo-Hybrid causal language model"
+            )
         self.config = self.text_model.config
         self._lm_head: Any = model.get_output_embeddings()
         mixers = [getattr(layer, "linear_attn", None) for layer in self.text_model.layers]
