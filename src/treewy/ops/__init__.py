@@ -5,12 +5,13 @@ the pending history, `fold` brings the history into the checkpoint. `verify_stor
 baseline that keeps one state a row. Decoding without speculation is a window of one row.
 """
 
-from treewy.ops.api import GDNDims, GDNParams, LayerState, SnapshotState, Window, plan
+from treewy.ops.api import GatedNorm, GDNDims, GDNParams, LayerState, SnapshotState, Window, plan
 from treewy.ops.torch_impl import commit, commit_store_all, fold, folded_state, verify, verify_store_all
 
 __all__ = [
     "GDNDims",
     "GDNParams",
+    "GatedNorm",
     "LayerState",
     "SnapshotState",
     "Window",
