@@ -376,6 +376,34 @@ def test_a_history_without_room_is_refused():
     assert pair.triton.tensors["pending"].tolist() == [[15]]
 
 
+# The choice of implementation
+
+
+def test_the_plan_chooses_and_the_results_agree():
+    pair = Pair(requests=2, rows=4, depth=3, history=4)
+    trees = TreeBatch.of([DraftTree.chain(2), DraftTree((-1, 0, 0))], rows=4, device=DEVICE)
+    where = torch.tensor([1, -1], device=DEVICE)
+    x, a, b = (tensor[0] for tensor in pair.inputs_of())
+    path, accepted = torch.tensor([[0, 1], [0, 0]], device=DEVICE), torch.tensor([2, 1], device=DEVICE)
+    outputs = []
+    for side, impl in ((pair.torch, "torch"), (pair.triton, "triton")):
+        window = ops.plan(trees, where, where, num_slots=2, num_requests=2, impl=impl)
+        outputs.append(ops.verify(side._layers[0], window, x, a, b, pair.params, fold_always=False))
+        ops.commit(side._layers[0], window, path, accepted)
+        ops.fold(side._layers[0], where[:1], where[:1], impl=impl)
+    pair.close(*outputs)
+    pair.same_state()
+
+
+def test_an_unknown_implementation_is_refused():
+    pair = Pair(requests=1, rows=1, depth=0)
+    where = torch.tensor([0], device=DEVICE)
+    with pytest.raises(ValueError, match="one of torch, triton"):
+        ops.plan(TreeBatch.of([DraftTree.chain(0)]), where, where, num_slots=1, num_requests=1, impl="cuda")
+    with pytest.raises(ValueError, match="one of torch, triton"):
+        ops.fold(pair.triton._layers[0], where, where, impl="cuda")
+
+
 # What is refused
 
 
