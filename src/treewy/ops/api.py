@@ -151,6 +151,16 @@ class LayerState(NamedTuple):
     """[R] int32, rows of the history that are not folded in yet."""
 
 
+class GatedNorm(NamedTuple):
+    """The gated RMS norm that follows the recurrence: weight * o / sqrt(mean o^2 + eps) * silu(z)."""
+
+    z: Tensor
+    """[B, T, HV, dv] gate."""
+    weight: Tensor
+    """[dv]."""
+    eps: float = 1e-6
+
+
 class SnapshotState(NamedTuple):
     """State of one layer in the mode `store_all`: a state for every row of the window; changed in place."""
 

@@ -1,0 +1,162 @@
+"""The operations with a choice of implementation: made once a round, at `plan`, and never changed silently.
+
+A `Window` belongs to the torch implementation and a `DeviceWindow` to the Triton one; `verify` and `commit` run what
+the plan was made for. Triton is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args, overload
+
+from torch import Tensor
+
+from treewy.ops import api, torch_impl
+from treewy.ops.api import GDNParams, LayerState, Window
+from treewy.tree import TreeBatch
+
+if TYPE_CHECKING:
+    from treewy.ops.triton.window import DeviceWindow
+
+Impl = Literal["torch", "triton"]
+"""`torch`: any device and dtype. `triton`: a CUDA device; `unsupported_reason` says what the kernels do not take."""
+
+
+@overload
+def plan(
+    trees: TreeBatch,
+    slots: Tensor,
+    requests: Tensor,
+    *,
+    num_slots: int,
+    num_requests: int,
+    impl: Literal["torch"] = "torch",
+) -> Window: ...
+@overload
+def plan(
+    trees: TreeBatch, slots: Tensor, requests: Tensor, *, num_slots: int, num_requests: int, impl: Literal["triton"]
+) -> DeviceWindow: ...
+@overload
+def plan(
+    trees: TreeBatch, slots: Tensor, requests: Tensor, *, num_slots: int, num_requests: int, impl: Impl
+) -> Window | DeviceWindow: ...
+def plan(
+    trees: TreeBatch, slots: Tensor, requests: Tensor, *, num_slots: int, num_requests: int, impl: Impl = "torch"
+) -> Window | DeviceWindow:
+    """Plans a round: once a round, for all layers.
+
+    Args:
+        trees: one tree a request, on the device of the state.
+        slots: [B] integer, block of each request in the pool; negative for padding, whose outputs are zero and which
+            touches nothing.
+        requests: [B] integer, index of each running request; ignored for padding.
+        num_slots: blocks in the pool.
+        num_requests: R.
+        impl: what `verify` and `commit` of this round run. A CUDA graph needs a `DeviceWindow` that stays, filled anew
+            by its `update`; what is made here is for one round.
+
+    Raises:
+        ValueError: an unknown implementation, shapes that differ, or a slot or running request that appears twice.
+        IndexError: a slot or index past its end.
+    """
+    if impl not in get_args(Impl):
+        raise ValueError(f"impl is {impl!r}; it is one of {', '.join(get_args(Impl))}")
+    window = api.plan(trees, slots, requests, num_slots=num_slots, num_requests=num_requests)
+    if impl == "torch":
+        return window
+    from treewy.ops.triton.window import DeviceWindow
+
+    batch, rows = trees.parents.shape
+    fixed = DeviceWindow.empty(
+        batch,
+        rows,
+        num_slots=num_slots,
+        num_requests=num_requests,
+        device=trees.parents.device,
+        conv_width=trees.conv_ancestors.shape[2] + 1,
+    )
+    fixed.update(trees, slots, requests)
+    return fixed
+
+
+def verify(
+    state: LayerState,
+    window: Window | DeviceWindow,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    params: GDNParams,
+    *,
+    fold_always: bool,
+) -> Tensor:
+    """Runs a window through a layer: outputs of every row, and the stash from which `commit` takes the accepted ones.
+
+    The state itself is written only where the history is folded into it: when it could not hold the longest path of
+    this window besides what is pending, or always (`fold_always`, the mode `reconstruct`). Running the same window
+    again gives the same result, and another window may take its place: what counts is the last one before `commit`.
+
+    Args:
+        state: of this layer; the stash is overwritten, history and checkpoint change in a fold.
+        window: from `plan`.
+        x: [B, T, C] inputs of the convolution (q, k, v side by side), in the dtype of `state.conv`.
+        a: [B, T, HV] decay gate before softplus.
+        b: [B, T, HV] write gate before the sigmoid.
+        params: of this layer.
+        fold_always: fold whatever is pending.
+
+    Returns:
+        [B, T, HV, dv] in the dtype of x; zero in padding requests and padding rows.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, more rows than the stash holds, a tree deeper than the history can
+            take (with Triton: said by the check of the commit), or a layer that the implementation does not take.
+            Nothing is written then.
+    """
+    if isinstance(window, Window):
+        return torch_impl.verify(state, window, x, a, b, params, fold_always=fold_always)
+    from treewy.ops import triton
+
+    return triton.verify(state, window, x, a, b, params, fold_always=fold_always)
+
+
+def commit(state: LayerState, window: Window | DeviceWindow, path: Tensor, accepted: Tensor) -> None:
+    """Accepts a path: its solved rows join the pending history, its inputs become the convolution's committed ones.
+
+    Args:
+        state: of one layer, or of all layers with a leading dimension on every tensor.
+        window: the plan that `verify` ran last for these requests, in every layer.
+        path: [B, P] integer, accepted rows, root first; entries past `accepted` are ignored.
+        accepted: [B] integer, length of each path, at least 1: the root is always accepted.
+
+    Raises:
+        ValueError: a length outside 1 .. P, a path that does not start at the root and go from parent to child, a
+            window that was not verified or is committed already, or a history without room. Nothing is written then.
+            A `DeviceWindow` does not wait for the device: its `check` raises this.
+    """
+    if isinstance(window, Window):
+        torch_impl.commit(state, window, path, accepted)
+        return
+    from treewy.ops import triton
+
+    triton.commit(state, window, path, accepted)
+
+
+def fold(state: LayerState, slots: Tensor, requests: Tensor, *, impl: Impl = "torch") -> None:
+    """Folds all pending rows of these requests into their checkpoints: before anything else reads the block.
+
+    Args:
+        state: of one layer.
+        slots: [n] integer blocks of the requests.
+        requests: [n] integer indices of the running requests.
+        impl: what runs.
+
+    Raises:
+        ValueError: an unknown implementation.
+    """
+    if impl == "torch":
+        torch_impl.fold(state, slots, requests)
+    elif impl == "triton":
+        from treewy.ops import triton
+
+        triton.fold(state, slots, requests)
+    else:
+        raise ValueError(f"impl is {impl!r}; it is one of {', '.join(get_args(Impl))}")

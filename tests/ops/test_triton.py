@@ -1,0 +1,509 @@
+"""The Triton kernels beside the torch implementation, round after round, and beside float64 where precision counts.
+
+Without a CUDA device they run in Triton's interpreter, on sizes of 16, the smallest that kernels take. Tests marked
+`gpu` need the device itself: CUDA graphs, real sizes, compilations.
+"""
+
+import random
+
+import pytest
+import torch
+
+from treewy import ops, reference
+from treewy.ops import GatedNorm, GDNDims, GDNParams
+from treewy.ops import triton as kernels
+from treewy.ops.support import unsupported_reason
+from treewy.ops.triton.kernel_verify import verify_kernel
+from treewy.state import RecurrentState, StateSpec
+from treewy.tree import DraftTree, TreeBatch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SMALL = GDNDims(1, 2, 16, 16)
+SOLVED = ("history_keys", "history_values", "history_decays")
+
+
+def params_of(dims, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    params = GDNParams.of(
+        dims,
+        0.4 * rand(dims.conv_dim, dims.conv_width),
+        rand(dims.num_v_heads),
+        rand(dims.num_v_heads),
+        0.1 * rand(dims.conv_dim),
+    )
+    return params._replace(**{n: getattr(params, n).to(DEVICE) for n in ("taps", "conv_bias", "neg_A", "dt_bias")})
+
+
+class Pair:
+    """The same requests in the torch implementation, and in the kernels, padded there to a fixed plan."""
+
+    def __init__(
+        self, dims=SMALL, mode="deferred", requests=4, rows=8, depth=7, layers=1, state=torch.float32,
+        inputs=torch.float32, history=None, batch=None,
+    ):  # fmt: skip
+        self.dims, self.rows, self.layers, self.inputs = dims, rows, layers, inputs
+        spec = StateSpec(dims, layers, mode, rows, depth, state, inputs, history)
+        self.torch, self.triton = (RecurrentState(spec, requests, DEVICE) for _ in range(2))
+        self.fold_always = mode == "reconstruct"
+        self.params = params_of(dims)
+        self.window = kernels.DeviceWindow.empty(
+            batch or requests, rows, num_slots=requests, num_requests=requests, device=DEVICE
+        )
+        self.tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[
+            min(inputs, state, key=lambda dtype: (dtype.itemsize, dtype is torch.float16))
+        ]
+        for layer in range(layers):
+            for request in range(requests):
+                S = (0.3 * torch.randn(dims.num_v_heads, dims.head_v_dim, dims.head_k_dim)).to(DEVICE, state)
+                conv = torch.randn(dims.conv_width - 1, dims.conv_dim).to(DEVICE, inputs)
+                for side in (self.torch, self.triton):
+                    side.load(layer, request, S, conv)
+
+    def inputs_of(self, poison=()):
+        """x, a, b for all layers, whatever stands in the places and rows that are padding."""
+        batch, heads = self.window.batch, self.dims.num_v_heads
+        tensors = [
+            torch.randn(self.layers, batch, self.rows, columns) for columns in (self.dims.conv_dim, heads, heads)
+        ]
+        for tensor in tensors:
+            for place, first_row in poison:
+                tensor[:, place, first_row:] = float("nan")
+        return [tensor.to(DEVICE, self.inputs) for tensor in tensors]
+
+    def round(self, trees, requests, paths):
+        """One round on both sides; outputs, stash and state must agree, and padding must be zero."""
+        count = len(trees)
+        requests = torch.tensor(requests, device=DEVICE)
+        batch = TreeBatch.of(trees, rows=self.rows, device=DEVICE)
+        self.window.update(batch, requests, requests)
+        poison = [(place, len(tree)) for place, tree in enumerate(trees)]
+        poison += [(place, 0) for place in range(self.window.batch) if place >= count or requests[place] < 0]
+        x, a, b = self.inputs_of(poison)
+        plan = self.torch.plan(batch, requests)
+        outputs = []
+        for layer in range(self.layers):
+            expected = self.torch.verify(layer, plan, x[layer, :count], a[layer, :count], b[layer, :count], self.params)
+            found = kernels.verify(
+                self.triton._layers[layer], self.window, x[layer], a[layer], b[layer], self.params,
+                fold_always=self.fold_always,
+            )  # fmt: skip
+            self.close(found[:count], expected)
+            for place, first_row in poison:
+                assert not found[place, first_row:].any()
+            outputs.append(found)
+        path = torch.full((self.window.batch, self.rows), -7, device=DEVICE)
+        accepted = torch.ones(self.window.batch, dtype=torch.int64, device=DEVICE)
+        for place, chosen in enumerate(paths):
+            path[place, : len(chosen)] = torch.tensor(chosen)
+            accepted[place] = len(chosen)
+        self.torch.commit(plan, path[:count], accepted[:count])
+        kernels.commit(self.triton._all, self.window, path, accepted)
+        self.window.check()
+        self.same_state()
+        return outputs
+
+    def same_state(self):
+        for name, expected in self.torch.tensors.items():
+            found = self.triton.tensors[name]
+            if name in SOLVED:
+                for layer, request in torch.cartesian_prod(*map(torch.arange, expected.shape[:2])).tolist():
+                    used = int(self.torch.tensors["pending"][layer, request])
+                    self.close(found[layer, request, :used], expected[layer, request, :used])
+            elif name in ("checkpoint",):
+                self.close(found, expected)
+            elif name in ("conv", "pending", "window_rows"):
+                assert torch.equal(found, expected), name
+
+    def close(self, found, expected):
+        scale = max(float(expected.abs().max()), 1e-3) if expected.numel() else 1.0
+        torch.testing.assert_close(found.double() / scale, expected.double() / scale, rtol=0, atol=self.tolerance)
+
+
+def random_rounds(pair, rounds, seed=0):
+    rng = random.Random(seed)
+    for _ in range(rounds):
+        count = rng.randint(1, pair.window.batch)
+        trees = [DraftTree.random(rng.randint(1, pair.rows), rng) for _ in range(count)]
+        trees[0] = DraftTree.chain(rng.randrange(pair.rows))
+        requests = rng.sample(range(pair.torch.num_requests), count)
+        if count > 1 and rng.random() < 0.5:
+            requests[rng.randrange(count)] = -1
+        pair.round(trees, requests, [tree.path(rng.randrange(len(tree))) for tree in trees])
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("mode", ["deferred", "reconstruct"])
+def test_rounds_of_mixed_batches(mode):
+    pair = Pair(mode=mode, layers=2, history=9 if mode == "deferred" else None)
+    random_rounds(pair, 4)
+    everyone = torch.arange(4, device=DEVICE)
+    for side in (pair.torch, pair.triton):
+        for layer in side._layers:
+            (ops if side is pair.torch else kernels).fold(layer, everyone, everyone)
+    assert not pair.triton.tensors["pending"].any()
+    pair.same_state()
+
+
+def test_draft_rounds_and_plain_rounds_alternate():
+    pair = Pair(requests=1, rows=4, depth=3, history=5)
+    for drafts, accepted in ((3, 2), (0, 1), (3, 4), (0, 1), (2, 1), (3, 3)):
+        pair.round([DraftTree.chain(drafts)], [0], [tuple(range(accepted))])
+
+
+def test_scattered_paths_join_the_history_in_order():
+    pair = Pair(requests=2, history=8)
+    tree = DraftTree((-1, 0, 0, 1, 2, 2, 5))
+    for _ in range(4):
+        pair.round([tree, tree], [1, 0], [(0, 2, 5), (0, 2, 5, 6)])
+
+
+@pytest.mark.parametrize(("key_heads", "value_heads"), [(1, 1), (2, 2), (1, 3), (2, 8), (1, 8)])
+def test_heads_that_share_keys(key_heads, value_heads):
+    random_rounds(Pair(GDNDims(key_heads, value_heads, 16, 16), requests=2, rows=5, depth=4, history=6), 2)
+
+
+@pytest.mark.parametrize(("dk", "dv"), [(16, 32), (32, 16)])
+def test_keys_and_values_of_different_sizes(dk, dv):
+    random_rounds(Pair(GDNDims(1, 2, dk, dv), requests=2, rows=3, depth=2, history=3), 3)
+
+
+@pytest.mark.parametrize("inputs", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(state, inputs):
+    random_rounds(Pair(requests=2, rows=4, depth=3, state=state, inputs=inputs, history=5), 3)
+
+
+def test_a_split_of_the_value_heads_changes_nothing():
+    whole = Pair(GDNDims(2, 4, 16, 16), requests=1, rows=4, depth=3)
+    tree, where = TreeBatch.of([DraftTree((-1, 0, 0, 1))], rows=4, device=DEVICE), torch.tensor([0], device=DEVICE)
+    x, a, b = (tensor[0] for tensor in whole.inputs_of())
+    whole.window.update(tree, where, where)
+    expected = kernels.verify(whole.triton._layers[0], whole.window, x, a, b, whole.params, fold_always=False)
+    for part in range(2):
+        half = Pair(GDNDims(1, 2, 16, 16), requests=1, rows=4, depth=3)
+        channels = torch.cat(
+            [16 * part + torch.arange(16), 32 + 16 * part + torch.arange(16), 64 + 32 * part + torch.arange(32)]
+        )
+        channels = channels.to(DEVICE)
+        heads = slice(2 * part, 2 * part + 2)
+        mine, all_ = half.triton._layers[0], whole.torch._layers[0]
+        mine.checkpoint.copy_(all_.checkpoint[:, heads])
+        mine.conv.copy_(all_.conv[:, :, channels])
+        params = whole.params._replace(
+            dims=half.dims, taps=whole.params.taps[:, channels].contiguous(),
+            conv_bias=whole.params.conv_bias[channels],
+            neg_A=whole.params.neg_A[heads].contiguous(), dt_bias=whole.params.dt_bias[heads].contiguous(),
+        )  # fmt: skip
+        half.window.update(tree, where, where)
+        found = kernels.verify(
+            mine, half.window, x[:, :, channels], a[:, :, heads], b[:, :, heads], params, fold_always=False
+        )
+        torch.testing.assert_close(found, expected[:, :, heads], rtol=1e-6, atol=1e-6)
+
+
+def test_the_gated_norm_is_that_of_the_reference():
+    pair = Pair(requests=2, rows=4, depth=3)
+    trees, where = TreeBatch.of([DraftTree((-1, 0, 0))], rows=4, device=DEVICE), torch.tensor([1], device=DEVICE)
+    x, a, b = (tensor[0] for tensor in pair.inputs_of())
+    z, weight = torch.randn(2, 4, 2, 16, device=DEVICE), torch.randn(16, device=DEVICE)
+    pair.window.update(trees, where, where)
+    plain = kernels.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False)
+    normed = kernels.verify(
+        pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False, norm=GatedNorm(z, weight, 1e-5)
+    )
+    expected = reference.gated_rms_norm(plain.double(), z.double(), weight.double(), 1e-5)
+    expected[0, 3:] = 0
+    torch.testing.assert_close(normed[:1].double(), expected[:1], rtol=1e-5, atol=1e-5)
+    assert not normed[1].any()
+
+
+def test_the_same_window_again_gives_the_same():
+    pair = Pair(requests=1, rows=4, depth=3, history=4)
+    pair.round([DraftTree.chain(3)], [0], [(0, 1, 2)])
+    where = torch.tensor([0], device=DEVICE)
+    pair.window.update(TreeBatch.of([DraftTree.chain(3)], device=DEVICE), where, where)
+    x, a, b = (tensor[0] for tensor in pair.inputs_of())
+    first, second = (
+        kernels.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False) for _ in range(2)
+    )
+    assert pair.triton.tensors["pending"].tolist() == [[0]]
+    pair.close(second, first)
+
+
+def test_a_strong_decay_above_leaves_the_digits_of_a_weak_one():
+    dims, rows = GDNDims(1, 1, 16, 16), 64
+    pair = Pair(dims, requests=1, rows=rows, depth=rows - 1, history=rows)
+    params = pair.params._replace(neg_A=torch.tensor([-1.0], device=DEVICE), dt_bias=torch.tensor([0.0], device=DEVICE))
+    where = torch.tensor([0], device=DEVICE)
+    pair.window.update(TreeBatch.of([DraftTree.chain(rows - 1)], device=DEVICE), where, where)
+    x, a, b = (tensor[0] for tensor in pair.inputs_of())
+    a.fill_(20.0)
+    a[:, 40:] = -4.6  # log decay near -0.01 after 40 rows of -20
+    layer = pair.triton._layers[0]
+    found = kernels.verify(layer, pair.window, x, a, b, params, fold_always=False).cpu().double()[0]
+    mixed = kernels.convolve(layer, pair.window, x, params).cpu().double()[0]
+    q, k, v = mixed.view(rows, 3, 1, 16).unbind(1)
+    expected, _ = reference.walk(
+        pair.torch._layers[0].checkpoint[0].cpu().double(),
+        reference.l2_normalize(q) * 16**-0.5,
+        reference.l2_normalize(k),
+        v,
+        reference.log_decay(a[0].cpu().double(), torch.zeros(1).double(), torch.zeros(1).double()),
+        reference.write_strength(b[0].cpu().double()),
+        DraftTree.chain(rows - 1).parents,
+    )
+    assert found.isfinite().all()
+    assert float((found - expected).norm() / expected.norm()) < 2e-6
+
+
+# Bookkeeping
+
+
+def test_nothing_but_the_round_is_touched():
+    pair = Pair(requests=5, batch=4, rows=4, depth=3, history=4)
+    pair.round([DraftTree.chain(3)] * 2, [1, 3], [(0, 1, 2)] * 2)
+    others = [0, 2, 4]
+    before = {name: tensor[:, others].clone() for name, tensor in pair.triton.tensors.items()}
+    pair.round([DraftTree.chain(2), DraftTree.chain(1), DraftTree((-1, 0, 0))], [3, -1, 1], [(0, 1), (0,), (0, 2)])
+    for name, tensor in pair.triton.tensors.items():
+        assert torch.equal(tensor[:, others], before[name]), name
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_poisoned_request_stays_alone_and_recovers():
+    pair = Pair(requests=3, rows=3, depth=2, history=3)
+    for side in (pair.torch, pair.triton):
+        side.tensors["checkpoint"][:, 1] = float("inf")
+        side.tensors["history_values"][:, 2] = float("nan")  # stale, not pending
+    where = torch.tensor([0, 1, 2], device=DEVICE)
+    trees = TreeBatch.of([DraftTree.chain(2)] * 3, device=DEVICE)
+    pair.window.update(trees, where, where)
+    x, a, b = (tensor[0] for tensor in pair.inputs_of())
+    out = kernels.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=True)
+    assert out[[0, 2]].isfinite().all()
+    assert not out[1].isfinite().all()
+    for side in (pair.torch, pair.triton):
+        for request in range(3):
+            side.reset(request)
+    random_rounds(pair, 2)
+
+
+def test_slots_far_apart_in_a_large_pool():
+    dims = GDNDims(1, 1, 16, 16)
+    pair = Pair(dims, requests=2, rows=2, depth=1, history=2, state=torch.bfloat16)
+    far = 2**31 + 64
+    pool = torch.empty(far + 256, dtype=torch.bfloat16, device=DEVICE).as_strided((2, 1, 16, 16), (far, 256, 16, 1))
+    pool.copy_(pair.torch._layers[0].checkpoint)
+    pair.triton._layers[0] = pair.triton._layers[0]._replace(checkpoint=pool)
+    pair.triton._all = pair.triton._all._replace(checkpoint=pool[None])
+    for _ in range(2):  # the second round folds what the first has left
+        pair.round([DraftTree.chain(1)], [1], [(0, 1)])
+
+
+@pytest.mark.parametrize(("slot", "request_"), [(3, 0), (0, 3), (0, -1)])
+def test_addresses_past_the_end_are_refused_not_clipped(slot, request_):
+    pair = Pair(requests=3, rows=2, depth=1)
+    pair.window.update(
+        TreeBatch.of([DraftTree.chain(1)] * 2, device=DEVICE), torch.tensor([slot, 1]), torch.tensor([request_, 1])
+    )
+    before = pair.triton.tensors["window_values"][:, [0, 2]].clone()
+    x, a, b = (tensor[0] for tensor in pair.inputs_of())
+    out = kernels.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False)
+    assert not out[0].any()
+    assert out[1].any()
+    assert torch.equal(pair.triton.tensors["window_values"][:, [0, 2]], before)
+    with pytest.raises(IndexError, match="slot or running request outside"):
+        pair.window.check()
+    pair.window.check()  # said once
+
+
+@pytest.mark.parametrize(
+    ("path", "accepted", "why"),
+    [
+        ((0, 3), 2, "leaves its tree"),
+        ((1, 3), 2, "leaves its tree"),
+        ((0, 9), 2, "leaves its tree"),
+        ((0, 1), 0, "leaves its tree"),
+        ((0, 1), 3, "leaves its tree"),
+    ],
+)
+def test_a_wrong_path_changes_nothing(path, accepted, why):
+    pair = Pair(requests=1, rows=4, depth=3)
+    where = torch.tensor([0], device=DEVICE)
+    pair.window.update(TreeBatch.of([DraftTree((-1, 0, 0, 1))], device=DEVICE), where, where)
+    x, a, b = (tensor[0] for tensor in pair.inputs_of())
+    kernels.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False)
+    before = {name: tensor.clone() for name, tensor in pair.triton.tensors.items()}
+    kernels.commit(
+        pair.triton._all, pair.window, torch.tensor([path], device=DEVICE), torch.tensor([accepted], device=DEVICE)
+    )
+    with pytest.raises(ValueError, match=why):
+        pair.window.check()
+    for name, tensor in pair.triton.tensors.items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_a_window_is_committed_once():
+    pair = Pair(requests=1, rows=2, depth=1)
+    pair.round([DraftTree.chain(1)], [0], [(0, 1)])
+    kernels.commit(pair.triton._all, pair.window, torch.tensor([[0]], device=DEVICE), torch.tensor([1], device=DEVICE))
+    with pytest.raises(ValueError, match="committed already"):
+        pair.window.check()
+    pair.same_state()
+
+
+def test_a_history_without_room_is_refused():
+    pair = Pair(requests=1, rows=2, depth=1)
+    pair.round([DraftTree.chain(1)], [0], [(0, 1)])
+    where = torch.tensor([0], device=DEVICE)
+    pair.window.update(TreeBatch.of([DraftTree.chain(1)], device=DEVICE), where, where)
+    x, a, b = (tensor[0] for tensor in pair.inputs_of())
+    kernels.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False)
+    pair.triton.tensors["pending"].fill_(15)
+    kernels.commit(
+        pair.triton._all, pair.window, torch.tensor([[0, 1]], device=DEVICE), torch.tensor([2], device=DEVICE)
+    )
+    with pytest.raises(ValueError, match="without room"):
+        pair.window.check()
+    assert pair.triton.tensors["pending"].tolist() == [[15]]
+
+
+# The choice of implementation
+
+
+def test_the_plan_chooses_and_the_results_agree():
+    pair = Pair(requests=2, rows=4, depth=3, history=4)
+    trees = TreeBatch.of([DraftTree.chain(2), DraftTree((-1, 0, 0))], rows=4, device=DEVICE)
+    where = torch.tensor([1, -1], device=DEVICE)
+    x, a, b = (tensor[0] for tensor in pair.inputs_of())
+    path, accepted = torch.tensor([[0, 1], [0, 0]], device=DEVICE), torch.tensor([2, 1], device=DEVICE)
+    outputs = []
+    for side, impl in ((pair.torch, "torch"), (pair.triton, "triton")):
+        window = ops.plan(trees, where, where, num_slots=2, num_requests=2, impl=impl)
+        outputs.append(ops.verify(side._layers[0], window, x, a, b, pair.params, fold_always=False))
+        ops.commit(side._layers[0], window, path, accepted)
+        ops.fold(side._layers[0], where[:1], where[:1], impl=impl)
+    pair.close(*outputs)
+    pair.same_state()
+
+
+def test_an_unknown_implementation_is_refused():
+    pair = Pair(requests=1, rows=1, depth=0)
+    where = torch.tensor([0], device=DEVICE)
+    with pytest.raises(ValueError, match="one of torch, triton"):
+        ops.plan(TreeBatch.of([DraftTree.chain(0)]), where, where, num_slots=1, num_requests=1, impl="cuda")
+    with pytest.raises(ValueError, match="one of torch, triton"):
+        ops.fold(pair.triton._layers[0], where, where, impl="cuda")
+
+
+# What is refused
+
+
+def test_unsupported_layers_say_why():
+    pair = Pair(requests=1, rows=2, depth=1)
+    state = pair.triton._layers[0]
+    assert unsupported_reason(SMALL, state, 2) is None
+    assert "head_k_dim is 24" in unsupported_reason(GDNDims(1, 1, 24, 16), state, 2)
+    assert "65 rows" in unsupported_reason(SMALL, state, 65)
+    assert "float64" in unsupported_reason(SMALL, state._replace(checkpoint=state.checkpoint.double()), 2)
+    assert "history holds" in unsupported_reason(SMALL, state._replace(history_keys=state.history_keys[:, :0]), 2)
+    assert "checkpoint is not contiguous" in unsupported_reason(
+        SMALL, state._replace(checkpoint=state.checkpoint.mT), 2
+    )
+
+
+def test_shapes_that_do_not_fit():
+    pair = Pair(requests=2, rows=2, depth=1)
+    x, a, b = (tensor[0] for tensor in pair.inputs_of())
+    state = pair.triton._layers[0]
+    with pytest.raises(ValueError, match="do not fit a plan for 2 of 2"):
+        pair.window.update(TreeBatch.of([DraftTree.chain(2)]), torch.tensor([0]), torch.tensor([0]))
+    with pytest.raises(ValueError, match=r"a is \(2, 1, 2\)"):
+        kernels.verify(state, pair.window, x, a[:, :1], b, pair.params, fold_always=False)
+    with pytest.raises(ValueError, match="convert x"):
+        kernels.verify(state, pair.window, x.half(), a, b, pair.params, fold_always=False)
+    with pytest.raises(ValueError, match="heads adjacent"):
+        kernels.verify(state, pair.window, x, a, b, pair.params, fold_always=False, norm=GatedNorm(x, x))
+
+
+# On the device
+
+
+def compilations():
+    return sum(len(cache[0]) for cache in verify_kernel.device_caches.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["deferred", "reconstruct"])
+def test_one_graph_serves_every_topology(mode):
+    """Captured once; replayed with other trees, other acceptance, fewer requests, padding; nothing is compiled anew."""
+    dims = GDNDims(2, 4, 64, 64)
+    pair = Pair(dims, mode, requests=5, batch=4, rows=8, depth=7, state=torch.bfloat16, inputs=torch.bfloat16)
+    x, a, b = (torch.zeros_like(tensor[0]) for tensor in pair.inputs_of())
+    path = torch.zeros(4, 8, dtype=torch.int64, device=DEVICE)
+    accepted = torch.ones(4, dtype=torch.int64, device=DEVICE)
+
+    def work():
+        out = kernels.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=pair.fold_always)
+        kernels.commit(pair.triton._all, pair.window, path, accepted)
+        return out
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        work()  # all padding: compiles and touches nothing
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = work()
+    stream.synchronize()
+    before = compilations()
+    rng = random.Random(1)
+    for _ in range(20):
+        count = rng.randint(1, 4)
+        trees = [DraftTree.random(rng.randint(1, 8), rng) for _ in range(count)]
+        requests = torch.tensor(rng.sample(range(5), count), device=DEVICE)
+        if count > 1:
+            requests[rng.randrange(count)] = -1
+        batch = TreeBatch.of(trees, rows=8, device=DEVICE)
+        poison = [(place, 0) for place in range(count, 4)] + [(place, len(tree)) for place, tree in enumerate(trees)]
+        for buffer, value in zip((x, a, b), pair.inputs_of(poison), strict=True):
+            buffer.copy_(value[0])
+        for place, tree in enumerate(trees):
+            chosen = tree.path(rng.randrange(len(tree)))
+            path[place, : len(chosen)] = torch.tensor(chosen)
+            accepted[place] = len(chosen)
+        pair.window.update(batch, requests, requests)
+        graph.replay()
+        plan = pair.torch.plan(batch, requests)
+        expected = pair.torch.verify(0, plan, x[:count], a[:count], b[:count], pair.params)
+        pair.close(out[:count], expected)
+        assert not out[count:].any()
+        pair.torch.commit(plan, path[:count], accepted[:count])
+        pair.window.check()
+        pair.same_state()
+    assert compilations() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4, 15, 40, 64])
+@pytest.mark.parametrize("dims", [GDNDims(2, 4, 128, 128), GDNDims(1, 3, 64, 256), GDNDims(1, 8, 256, 64)], ids=str)
+def test_real_sizes(dims, rows):
+    random_rounds(
+        Pair(
+            dims,
+            requests=3,
+            rows=rows,
+            depth=rows - 1,
+            history=max(rows, 6),
+            state=torch.bfloat16,
+            inputs=torch.bfloat16,
+        ),
+        3,
+    )
