@@ -37,7 +37,8 @@ model (generate_tokens_per_s) and by every shape and mode, one after the other; 
 and the last, and model.generate is charged from its second token on in the same way. speedup is the median over
 repeats of tokens_per_s / plain_tokens_per_s of the same repeat, spread its least and greatest value; rates are
 medians. All texts of a repeat are equal. state_bytes is what one sequence's recurrent state takes, store_all_bytes
-what it takes in the mode store_all for the same shape, both counted and equal to what was allocated."""
+what it takes in the mode store_all for the same shape, both counted and equal to what was allocated.
+acceptance_length is that of the last repeat."""
 
 
 def decode(model: Any, drafter: str, prompt: list[int], new_tokens: int, **kwargs: Any) -> tuple[list[int], float, Any]:

@@ -66,13 +66,14 @@ def test_only_the_requests_of_the_round_change():
         if tensor.is_floating_point():
             tensor.copy_(torch.randn(tensor.shape, generator=g, dtype=torch.float64))
     before = contents(state)
-    window = plan_of([BUSHY, BUSHY], [-1, 2])
+    window = plan_of([BUSHY, DraftTree.chain(3)], [-1, 2])
     x, a, b = random_inputs(SMALL, 2, 6, g)
-    x[0] = float("nan")
+    x[0], x[1, 4:] = float("nan"), float("inf")
     out = verify_store_all(state, window, x, a, b, LAYER.params())
     assert not out[0].count_nonzero()
     assert changed(state, before) == {"snapshots", "window_inputs", "window_rows"}
-    commit_store_all(state, window, torch.tensor([[9, 9], [0, 2]]), torch.tensor([5, 2]))
+    assert same_bits(state.snapshots[2, 4:], before["snapshots"][2, 4:]), "rows past the tree have no state"
+    commit_store_all(state, window, torch.tensor([[9, 9], [0, 1]]), torch.tensor([5, 2]))
     assert changed(state, before) == {"snapshots", "window_inputs", "conv", "committed"}
     for name, tensor in state._asdict().items():
         assert same_bits(tensor[:2], before[name][:2]), name
