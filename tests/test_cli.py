@@ -363,7 +363,9 @@ def test_interrupted_loading(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_ctrl_c_in_the_real_program(folder: Path) -> None:
-    command = [sys.executable, "-c", "from treewy.cli import app; app()", "generate", "abc"]
+    # A test run in the background of a shell inherits that Ctrl-C is ignored; the program is to hear it.
+    listens = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{listens}; from treewy.cli import app; app()", "generate", "abc"]
     options = ["--model", str(folder), "--max-new-tokens", "1000", "--threads", "1"]
     with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
         assert program.stdout is not None
