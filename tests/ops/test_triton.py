@@ -209,6 +209,30 @@ def test_a_split_of_the_value_heads_changes_nothing():
         torch.testing.assert_close(found, expected[:, :, heads], rtol=1e-6, atol=1e-6)
 
 
+def test_any_parent_first_order_gives_the_same_nodes():
+    """Level order serves truncation; the kernels need no more than parents before children."""
+    pair = Pair(requests=1, rows=6, depth=5)
+    tree, where = DraftTree((-1, 0, 0, 1, 2, 3)), torch.tensor([0], device=DEVICE)
+    x, a, b = (tensor[0] for tensor in pair.inputs_of())
+    layer = pair.triton._layers[0]
+    pair.window.update(TreeBatch.of([tree], device=DEVICE), where, where)
+    expected = kernels.verify(layer, pair.window, x, a, b, pair.params, fold_always=False)
+    for order in ([0, 1, 3, 5, 2, 4], [0, 2, 4, 1, 3, 5]):  # the row that each place takes
+        place = {row: at for at, row in enumerate(order)} | {-1: -1}
+        codes = [[place[code] if code >= 0 else code for code in tree.conv_ancestors()[row]] for row in order]
+        masks = [sum(1 << place[i] for i in tree.path(row)) for row in order]
+        moved = TreeBatch(
+            torch.tensor([6]), torch.tensor([[place[tree.parents[row]] for row in order]]),
+            torch.tensor([[tree.depths[row] for row in order]]), torch.tensor([masks]), torch.tensor([codes]),
+            tree.depth,
+        )  # fmt: skip
+        pair.window.update(moved, where, where)
+        found = kernels.verify(
+            layer, pair.window, x[:, order], a[:, order], b[:, order], pair.params, fold_always=False
+        )
+        torch.testing.assert_close(found, expected[:, order], rtol=1e-5, atol=1e-6)
+
+
 def test_the_gated_norm_is_that_of_the_reference():
     pair = Pair(requests=2, rows=4, depth=3)
     trees, where = TreeBatch.of([DraftTree((-1, 0, 0))], rows=4, device=DEVICE), torch.tensor([1], device=DEVICE)
