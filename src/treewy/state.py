@@ -91,19 +91,17 @@ class StateSpec:
                 "window_rows": ((), torch.int32),
                 "committed": ((), torch.int64),
             }
-        key, value = (dims.num_k_heads, dims.head_k_dim), (dims.num_v_heads, dims.head_v_dim)
+        ring, heads = self.history + rows, dims.num_v_heads
         return {
             "checkpoint": (state, self.state_dtype),
             "conv": conv,
             "window_inputs": inputs,
-            "window_keys": ((rows, *key), self.input_dtype),
-            "window_values": ((rows, *value), wide),
-            "window_decays": ((rows, dims.num_v_heads), wide),
             "window_rows": ((), torch.int32),
-            "history_keys": ((self.history, *key), self.input_dtype),
-            "history_values": ((self.history, *value), wide),
-            "history_decays": ((self.history, dims.num_v_heads), wide),
-            "pending": ((), torch.int32),
+            "keys": ((ring, dims.num_k_heads, dims.head_k_dim), self.input_dtype),
+            "values": ((ring, heads, dims.head_v_dim), self.input_dtype),
+            "gates": ((ring, heads, 2), wide),
+            "end": ((), torch.int32),
+            "pending": ((heads,), torch.int32),
         }
 
     def bytes_by_piece(self) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 Sizes: B requests of a round, T rows of a window, R running requests, L rows of history, C = conv_dim, H key heads, HV
 value heads. A request has two addresses: its **slot** in the engine's paged pool (checkpoint and convolution inputs,
-one block) and its **index** among the running requests (window stash and history, which only running requests need).
+one block) and its **index** among the running requests (window and history rows, which only running requests need).
 """
 
 from __future__ import annotations
@@ -123,8 +123,13 @@ class GDNParams(NamedTuple):
 class LayerState(NamedTuple):
     """State of one layer in the modes `reconstruct` and `deferred`; changed in place.
 
-    Stash and history hold *solved* rows: the key before its normalisation, as the convolution gave it, and the
-    pseudo-value times the key's inverse norm, in fp32. Their outer product is u k^T with the normalised key, exactly.
+    Rows of the window and committed rows that the checkpoint does not have yet share one ring a request. The ring holds
+    *inputs* of the recurrence, key, value and gates, and no results of it: pseudo-values are solved anew whenever the
+    checkpoint is read, in fp32, for the pending rows (a chain, ancestors of everything after them) and the window's
+    rows together. So no rounded pseudo-value ever exists, a row costs half of what an fp32 pseudo-value would, and a
+    chain commits without moving a row.
+
+    The window's row r is at (end + r) % ring. The `pending` last committed rows are before it, in order.
     """
 
     checkpoint: Tensor
@@ -133,22 +138,23 @@ class LayerState(NamedTuple):
     """[slots, width - 1, C] last committed convolution inputs, oldest first."""
     window_inputs: Tensor
     """[R, max_rows, C] convolution inputs of the window."""
-    window_keys: Tensor
-    """[R, max_rows, H, dk]."""
-    window_values: Tensor
-    """[R, max_rows, HV, dv] fp32 scaled pseudo-values."""
-    window_decays: Tensor
-    """[R, max_rows, HV] fp32, log decay of each row alone."""
     window_rows: Tensor
     """[R] int32, rows of the window that waits for its commit; 0 where none does."""
-    history_keys: Tensor
-    """[R, L, H, dk]."""
-    history_values: Tensor
-    """[R, L, HV, dv] fp32."""
-    history_decays: Tensor
-    """[R, L, HV] fp32."""
+    keys: Tensor
+    """[R, ring, H, dk], as the convolution gave them, before normalisation; ring = capacity + max_rows."""
+    values: Tensor
+    """[R, ring, HV, dv], as the convolution gave them."""
+    gates: Tensor
+    """[R, ring, HV, 2] fp32, log decay of the row alone (finite) and beta."""
+    end: Tensor
+    """[R] int32 in 0 .. ring - 1; moved by `commit` alone."""
     pending: Tensor
-    """[R] int32, rows of the history that are not folded in yet."""
+    """[R, HV] int32, committed rows that this head's checkpoint does not have; a fold sets it to 0, head by head."""
+
+    @property
+    def capacity(self) -> int:
+        """L: committed rows that may be pending when a window is verified without a fold."""
+        return self.keys.shape[-3] - self.window_inputs.shape[-2]
 
 
 class GatedNorm(NamedTuple):
