@@ -15,7 +15,7 @@ from treewy.ops.api import GDNParams, LayerState, Window
 from treewy.tree import TreeBatch
 
 if TYPE_CHECKING:
-    from treewy.ops.triton.window import DeviceWindow
+    from treewy.ops.device_window import DeviceWindow
 
 Impl = Literal["torch", "triton"]
 """`torch`: any device and dtype. `triton`: a CUDA device; `unsupported_reason` says what the kernels do not take."""
@@ -63,7 +63,7 @@ def plan(
     window = api.plan(trees, slots, requests, num_slots=num_slots, num_requests=num_requests)
     if impl == "torch":
         return window
-    from treewy.ops.triton.window import DeviceWindow
+    from treewy.ops.device_window import DeviceWindow
 
     batch, rows = trees.parents.shape
     fixed = DeviceWindow.empty(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -43,10 +44,19 @@ class DeviceWindow:
     """[1] int32, bits that kernels set where they refused; read by `check`."""
     num_slots: int
     num_requests: int
+    impl: Literal["triton", "cuda"] = "triton"
+    """Whose kernels `treewy.ops.verify` runs on it."""
 
     @staticmethod
     def empty(
-        batch: int, rows: int, *, num_slots: int, num_requests: int, device: torch.device | str, conv_width: int = 4
+        batch: int,
+        rows: int,
+        *,
+        num_slots: int,
+        num_requests: int,
+        device: torch.device | str,
+        conv_width: int = 4,
+        impl: Literal["triton", "cuda"] = "triton",
     ) -> DeviceWindow:
         """Buffers for up to `batch` requests of up to `rows` rows, all padding."""
 
@@ -64,6 +74,7 @@ class DeviceWindow:
             errors=torch.zeros(1, dtype=torch.int32, device=device),
             num_slots=num_slots,
             num_requests=num_requests,
+            impl=impl,
         )
 
     @property
