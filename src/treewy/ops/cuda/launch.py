@@ -1,0 +1,161 @@
+"""Launches: arguments as `treewy.ops`, checked, to the kernel's parameters."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from treewy.ops.api import GatedNorm, GDNParams, LayerState
+from treewy.ops.cuda.build import kernel
+from treewy.ops.device_window import DeviceWindow
+from treewy.ops.support import unsupported_reason
+from treewy.ops.triton import convolve
+
+
+class _Arguments(ctypes.Structure):
+    """`Arguments` of verify.cu."""
+
+    _fields_ = (
+        [
+            (name, ctypes.c_void_p)
+            for name in (
+                "queries", "keys", "values", "gates", "state", "a", "b", "z", "weight", "out", "end", "pending",
+                "slots", "requests", "rows", "ancestors", "longest", "neg_A", "dt_bias",
+            )
+        ]
+        + [
+            (name, ctypes.c_int64)
+            for name in ("slot_stride", "a_stride", "a_row", "b_stride", "b_row", "z_stride", "z_row")
+        ]
+        + [
+            (name, ctypes.c_int)
+            for name in ("T", "ring", "capacity", "H", "HV", "gates32", "weight32", "fold_always")
+        ]
+        + [(name, ctypes.c_float) for name in ("beta_scale", "eps", "norm_eps")]
+    )  # fmt: skip
+
+
+def verify(
+    state: LayerState,
+    window: DeviceWindow,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    params: GDNParams,
+    *,
+    fold_always: bool,
+    norm: GatedNorm | None = None,
+) -> Tensor:
+    """Runs a window through a layer. Arguments, result and errors as `treewy.ops.verify`; two launches."""
+    queries = convolve(state, window, x, params)
+    return verify_mixed(state, window, queries, a, b, params, fold_always=fold_always, norm=norm)
+
+
+def verify_mixed(
+    state: LayerState,
+    window: DeviceWindow,
+    queries: Tensor,
+    a: Tensor,
+    b: Tensor,
+    params: GDNParams,
+    *,
+    fold_always: bool,
+    norm: GatedNorm | None = None,
+) -> Tensor:
+    """All that follows the convolution, in one launch.
+
+    Args:
+        state: its ring holds the window's keys and values already.
+        window: plan.
+        queries: [B, T, H, dk] contiguous, from `convolve`.
+        a: [B, T, HV] in the dtype of the queries or fp32, as b.
+        b: [B, T, HV].
+        params: of this layer.
+        fold_always: as in `treewy.ops.verify`.
+        norm: the gated norm that follows, fused; z in the dtype of the queries, its heads adjacent.
+
+    Returns:
+        [B, T, HV, dv] in the dtype of the queries.
+    """
+    dims = params.dims
+    batch, rows = window.batch, window.rows
+    reason = unsupported_reason(dims, state, rows, impl="cuda")
+    if reason is not None:
+        raise ValueError(f"the cuda implementation does not take this layer: {reason}")
+    _expect("queries", queries, (batch, rows, dims.num_k_heads, dims.head_k_dim), state.keys.dtype)
+    gates = queries.dtype if a.dtype == queries.dtype else torch.float32
+    _expect("a", a, (batch, rows, dims.num_v_heads), gates)
+    _expect("b", b, (batch, rows, dims.num_v_heads), gates)
+    out = torch.empty(batch, rows, dims.num_v_heads, dims.head_v_dim, dtype=queries.dtype, device=queries.device)
+    arguments = _arguments(state, params.dims.num_k_heads)
+    arguments.queries, arguments.a, arguments.b, arguments.out = (t.data_ptr() for t in (queries, a, b, out))
+    arguments.gates32 = gates == torch.float32
+    arguments.a_stride, arguments.a_row, arguments.b_stride, arguments.b_row = *a.stride()[:2], *b.stride()[:2]
+    if norm is not None:
+        _expect("z", norm.z, tuple(out.shape), queries.dtype)
+        if norm.z.stride(2) != dims.head_v_dim:
+            raise ValueError(f"z has strides {norm.z.stride()}; its heads must be adjacent")
+        arguments.z, arguments.weight = norm.z.data_ptr(), norm.weight.data_ptr()
+        arguments.z_stride, arguments.z_row = norm.z.stride()[:2]
+        arguments.weight32, arguments.norm_eps = norm.weight.dtype == torch.float32, norm.eps
+    arguments.slots, arguments.requests = window.slots.data_ptr(), window.requests.data_ptr()
+    arguments.rows, arguments.longest = window.tree_rows.data_ptr(), window.longest.data_ptr()
+    arguments.ancestors = window.ancestors.data_ptr()
+    arguments.neg_A, arguments.dt_bias = params.neg_A.data_ptr(), params.dt_bias.data_ptr()
+    arguments.T, arguments.fold_always = rows, fold_always
+    arguments.beta_scale, arguments.eps = params.beta_scale, params.eps
+    _launch(state, rows, batch, arguments, norm is not None)
+    return out
+
+
+def fold(state: LayerState, slots: Tensor, requests: Tensor) -> None:
+    """Folds all pending rows of these requests into their checkpoints. Arguments as `treewy.ops.fold`."""
+    if not slots.numel():
+        return
+    slots, requests = slots.long().contiguous(), requests.long().contiguous()
+    arguments = _arguments(state, state.keys.shape[2])
+    arguments.slots, arguments.requests = slots.data_ptr(), requests.data_ptr()
+    arguments.fold_always, arguments.eps = True, 1e-6
+    _launch(state, 0, slots.numel(), arguments, False)
+
+
+def _arguments(state: LayerState, key_heads: int) -> _Arguments:
+    arguments = _Arguments(
+        keys=state.keys.data_ptr(),
+        values=state.values.data_ptr(),
+        gates=state.gates.data_ptr(),
+        state=state.checkpoint.data_ptr(),
+        end=state.end.data_ptr(),
+        pending=state.pending.data_ptr(),
+    )
+    arguments.slot_stride = state.checkpoint.stride(0)
+    arguments.ring, arguments.capacity = state.keys.shape[1], state.capacity
+    arguments.H, arguments.HV = key_heads, state.checkpoint.shape[1]
+    return arguments
+
+
+def _launch(state: LayerState, rows: int, batch: int, arguments: _Arguments, norm: bool) -> None:
+    heads, dv, dk = state.checkpoint.shape[1:]
+    defines = {
+        "DK": dk,
+        "DV": dv,
+        "KT": -(-(state.capacity + rows) // 8),
+        "QT": max(1, -(-rows // 8)),
+        "BF16": int(state.keys.dtype == torch.bfloat16),
+        "STATE32": int(state.checkpoint.dtype == torch.float32),
+        "NORM": int(norm),
+    }
+    threads = max(128, dv)
+    device = state.checkpoint.device.index
+    kernel("verify", tuple(defines.items()), threads, device)((heads, batch), arguments)
+
+
+def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        raise ValueError(
+            f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; this plan takes {shape} of {dtype}"
+        )
+    if tensor.stride(-1) != 1:
+        raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
