@@ -100,13 +100,14 @@ def test_bytes_of_the_shipped_dimensions():
     """Widths (3, 3, 3), six layers, fp32: what a request costs in each mode, and what `store_all` costs more."""
     tree = DraftTree.from_widths((3, 3, 3))
     size = {mode: StateSpec(SHIPPED, 6, mode, len(tree), tree.depth).bytes_per_request for mode in MODES}
-    assert size == {"store_all": 31_985_736, "reconstruct": 1_722_480, "deferred": 1_833_648}
+    assert size == {"store_all": 31_985_736, "reconstruct": 1_724_640, "deferred": 1_873_632}
     assert size["store_all"] / size["reconstruct"] > 15
 
 
-def test_the_default_history_holds_four_paths():
-    assert StateSpec(SMALL, 1, "deferred", 40, 3).history == 16
-    assert StateSpec(SMALL, 1, "deferred", 40, 9).history == 40
+def test_the_default_history_holds_five_paths():
+    assert StateSpec(SMALL, 1, "deferred", 40, 2).history == 16
+    assert StateSpec(SMALL, 1, "deferred", 40, 3).history == 20
+    assert StateSpec(SMALL, 1, "deferred", 40, 9).history == 50
     assert StateSpec(SMALL, 1, "deferred", 40, 9, history_rows=12).history == 12
     assert StateSpec(SMALL, 1, "reconstruct", 40, 9).history == 10
     assert StateSpec(SMALL, 1, "store_all", 40, 9).history == 0
@@ -200,11 +201,11 @@ def test_the_next_verify_folds_the_accepted_path_only_in_the_mode_reconstruct(mo
     for _ in range(3):
         committed = state.read(0, 0)[0]
         run(state, 0, BUSHY, None, random_inputs(SMALL, 1, 6, torch.Generator().manual_seed(0)))
-        found.append(int(state.tensors["pending"]))
+        found += state.tensors["pending"][0].tolist()
         if mode == "reconstruct":
             assert error(state.tensors["checkpoint"][0, 0], committed) < 1e-12
         run(state, 0, BUSHY, (0, 2), random_inputs(SMALL, 1, 6, torch.Generator().manual_seed(0)))
-    assert found == pending
+    assert found == [[rows, rows] for rows in pending]
 
 
 @pytest.mark.parametrize("mode", ["reconstruct", "deferred"])

@@ -1,8 +1,8 @@
 """Recurrent state of the running requests: what is allocated, what it costs, and its life in the three commit modes.
 
 store_all     one state a row of the window; a commit points at the accepted row's
-reconstruct   one state; the accepted path waits in the history and is folded in by the next verify
-deferred      one state; accepted paths gather in the history and are folded in when the next window might not fit
+reconstruct   one state; the accepted path stays pending and is folded in by the next verify
+deferred      one state; accepted paths stay pending and are folded in when the next window might not fit besides them
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from treewy import ops
-from treewy.ops import GDNDims, GDNParams, LayerState, SnapshotState, Window
+from treewy.ops import DeviceWindow, GatedNorm, GDNDims, GDNParams, Impl, LayerState, SnapshotState, Window
 from treewy.tree import MAX_ROWS, TreeBatch
 
 CommitMode = Literal["store_all", "reconstruct", "deferred"]
@@ -34,8 +34,8 @@ class StateSpec:
         max_rows: rows of the largest window, root included.
         max_depth: depth of the deepest window; a round commits at most max_depth + 1 rows.
         state_dtype: of checkpoints and snapshots.
-        input_dtype: of convolution inputs and keys, the model's.
-        history_rows: rows of pending history in the mode `deferred`; more rows fold less often. Default: four of the
+        input_dtype: of convolution inputs, keys and values, the model's.
+        history_rows: rows that may be pending in the mode `deferred`; more rows fold less often. Default: five of the
             longest paths, at least 16.
 
     Raises:
@@ -70,10 +70,10 @@ class StateSpec:
 
     @property
     def history(self) -> int:
-        """L: rows of history that are allocated."""
+        """L: rows that may be pending; the ring has room for a window besides."""
         longest_path = self.max_depth + 1
         if self.mode == "deferred":
-            return self.history_rows or max(16, 4 * longest_path)
+            return self.history_rows or max(16, 5 * longest_path)
         return longest_path if self.mode == "reconstruct" else 0
 
     def pieces(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -124,13 +124,23 @@ class RecurrentState:
         spec: layout.
         num_requests: running requests; all start from the zero state.
         device: where the state lives.
+        impl: what runs; the mode `store_all` has "torch" only.
+
+    Raises:
+        ValueError: no requests, or an implementation that there is not.
     """
 
-    def __init__(self, spec: StateSpec, num_requests: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, spec: StateSpec, num_requests: int, device: torch.device | str = "cpu", impl: Impl = "torch"
+    ) -> None:
         if num_requests < 1:
             raise ValueError(f"num_requests is {num_requests}; there must be at least one")
+        ops.check_impl(impl)
+        if spec.mode == "store_all" and impl != "torch":
+            raise ValueError(f"impl is {impl!r}, but the mode store_all is there in torch only: choose another mode")
         self.spec = spec
         self.num_requests = num_requests
+        self.impl: Impl = impl
         tensors = {
             name: torch.zeros(spec.num_layers, num_requests, *shape, dtype=dtype, device=device)
             for name, (shape, dtype) in spec.pieces().items()
@@ -149,23 +159,38 @@ class RecurrentState:
         """Bytes allocated."""
         return sum(tensor.nbytes for tensor in self._all)
 
-    def plan(self, trees: TreeBatch, requests: Tensor) -> Window:
+    def plan(self, trees: TreeBatch, requests: Tensor) -> Window | DeviceWindow:
         """Plans a round for these requests ([B] integer, negative for padding). Errors as `treewy.ops.plan`."""
-        return ops.plan(trees, requests, requests, num_slots=self.num_requests, num_requests=self.num_requests)
+        size = self.num_requests
+        return ops.plan(trees, requests, requests, num_slots=size, num_requests=size, impl=self.impl)
 
-    def verify(self, layer: int, window: Window, x: Tensor, a: Tensor, b: Tensor, params: GDNParams) -> Tensor:
+    def verify(
+        self,
+        layer: int,
+        window: Window | DeviceWindow,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        params: GDNParams,
+        *,
+        norm: GatedNorm | None = None,
+    ) -> Tensor:
         """Runs a window through a layer. Arguments, result and errors as `treewy.ops.verify`."""
         state = self._layers[layer]
         if isinstance(state, SnapshotState):
-            return ops.verify_store_all(state, window, x, a, b, params)
-        return ops.verify(state, window, x, a, b, params, fold_always=self.spec.mode == "reconstruct")
+            assert isinstance(window, Window)
+            return ops.verify_store_all(state, window, x, a, b, params, norm=norm)
+        return ops.verify(state, window, x, a, b, params, fold_always=self.spec.mode == "reconstruct", norm=norm)
 
-    def commit(self, window: Window, path: Tensor, accepted: Tensor) -> None:
-        """Accepts a path in all layers. Arguments and errors as `treewy.ops.commit`."""
+    def commit(self, window: Window | DeviceWindow, path: Tensor, accepted: Tensor) -> None:
+        """Accepts a path in all layers. Arguments and errors as `treewy.ops.commit`; waits for the device."""
         if isinstance(self._all, SnapshotState):
+            assert isinstance(window, Window)
             ops.commit_store_all(self._all, window, path, accepted)
         else:
             ops.commit(self._all, window, path, accepted)
+        if isinstance(window, DeviceWindow):
+            window.check()
 
     def load(self, layer: int, request: int, state: Tensor, conv: Tensor) -> None:
         """Prefill hand-over: the state after a prompt becomes the committed one, whatever was there before.
@@ -217,7 +242,7 @@ class RecurrentState:
         where = torch.tensor(list(requests), dtype=torch.int64, device=self._all.conv.device)
         for mine in self._layers:
             if isinstance(mine, LayerState):
-                ops.fold(mine, where, where)
+                ops.fold(mine, where, where, impl=self.impl)
 
     def reset(self, request: int) -> None:
         """Back to the state before any token, whatever was there, infinities included."""

@@ -111,9 +111,9 @@ def test_a_tree_deeper_than_the_history():
 
 
 @pytest.mark.parametrize("mode", ["reconstruct", "deferred"])
-def test_parameters_in_another_dtype_than_the_stash(mode):
+def test_parameters_in_another_dtype_than_the_gates(mode):
     middle = Middle(mode, verified=False)
-    with middle.refuses("parameters are torch.float32 and the stash is torch.float64: make both of one dtype"):
+    with middle.refuses("parameters are torch.float32 and the state keeps gates in torch.float64: make both of one"):
         middle.verify(middle.window, params=LAYER.params(torch.float32))
 
 

@@ -169,13 +169,12 @@ def test_a_gate_of_infinity_forgets_everything_and_spoils_nothing():
 
 
 def test_the_conv_output_is_rounded_to_the_input_dtype_and_nothing_else_is():
-    """Class 26: what reaches the state stays fp32; with bf16 inputs the stash holds fp32 pseudo-values and decays."""
+    """Class 26: what reaches the state is computed in fp32; with bf16 inputs the ring holds them, and fp32 gates."""
     state = new_state(SMALL, "deferred", dtype=BF16)
     kinds = {name: tensor.dtype for name, tensor in state.tensors.items()}
-    wide = {"window_values", "window_decays", "history_values", "history_decays"}
-    assert {name for name, dtype in kinds.items() if dtype == FP32} == wide
+    assert {name for name, dtype in kinds.items() if dtype == FP32} == {"gates"}
     inputs = random_inputs(SMALL, 1, 6, torch.Generator().manual_seed(0), BF16)
     window = state.plan(batch_of([DraftTree.chain(5)]), torch.tensor([0]))
     assert state.verify(0, window, *inputs, Layer.random().params(FP32)).dtype == BF16
-    values = state.tensors["window_values"][0, 0, :6]
-    assert (values != values.to(BF16).float()).float().mean() > 0.9
+    gates = state.tensors["gates"][0, 0, :6]
+    assert (gates != gates.to(BF16).float()).float().mean() > 0.9

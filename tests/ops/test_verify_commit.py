@@ -219,7 +219,7 @@ def test_a_path_that_is_no_prefix_of_the_rows_goes_through_history_and_fold():
     """Class 34: (0, 2, 5) is committed, then two more rounds, with folds between them in a history of 7 rows."""
     rounds = [[(0, BUSHY, (0, 2, 5))], [(0, BUSHY, (0, 1, 4))], [(0, CHAIN(5), tuple(range(6)))]]
     states, _ = talk(Layer.random(), rounds, history=7, rows=7)
-    assert int(states["deferred"].tensors["pending"]) == 6, "the third window did not fit besides six pending rows"
+    assert states["deferred"].tensors["pending"].tolist() == [[[6, 6]]], "the third window did not fit besides six rows"
 
 
 def test_a_window_of_several_layers_keeps_the_layers_apart():
@@ -256,8 +256,8 @@ def test_the_history_is_folded_no_sooner_than_it_must():
         pool.verify(0, window, *random_inputs(SMALL, 1, 6, g), layer.params())
         written.append(not same_bits(pool.layer.checkpoint, checkpoint))
         pool.commit(window, *padded_paths([(0, 2, 5)]))
-        pending.append(int(pool.layer.pending))
-    assert pending == [3, 6, 9, 3, 6, 9]
+        pending += pool.layer.pending.tolist()
+    assert pending == [[n, n] for n in (3, 6, 9, 3, 6, 9)]
     assert written == [False, False, False, True, False, False]
 
 
@@ -376,14 +376,13 @@ def test_only_the_slot_of_a_request_changes_and_only_where_the_contract_says():
     before = contents(pool.layer)
     window = pool.plan(batch_of([CHAIN(3)]), torch.tensor([0]))
     pool.verify(0, window, *random_inputs(SMALL, 1, 4, g), layer.params())
-    stash = {"window_inputs", "window_keys", "window_values", "window_decays", "window_rows"}
-    assert changed(pool.layer, before) == stash | {"checkpoint", "pending"}, (
+    ring = {"keys", "values", "gates"}
+    assert changed(pool.layer, before) == ring | {"window_inputs", "window_rows", "checkpoint", "pending"}, (
         "three pending rows and four do not fit six"
     )
     verified = contents(pool.layer)
     pool.commit(window, *padded_paths([(0, 1)]))
-    history = {"history_keys", "history_values", "history_decays"}
-    assert changed(pool.layer, verified) == history | {"conv", "pending", "window_rows"}
+    assert changed(pool.layer, verified) == {"conv", "end", "pending", "window_rows"}, "a chain moves no row"
     for name, tensor in pool.layer._asdict().items():
         mine = 4 if name in ("checkpoint", "conv") else 0
         others = [i for i in range(len(tensor)) if i != mine]
@@ -396,7 +395,7 @@ def test_fold_empties_the_history_of_its_requests_and_of_no_other():
     before, folded = contents(pool.layer), pool.read(0, 1)[0]
     ops.fold(pool.layer, torch.tensor([1]), torch.tensor([1]))
     assert changed(pool.layer, before) == {"checkpoint", "pending"}
-    assert pool.layer.pending.tolist() == [3, 0]
+    assert pool.layer.pending.tolist() == [[3, 3], [0, 0]]
     assert same_bits(pool.layer.checkpoint[1], folded)
     others = [0, 2, 3, 4, 5]
     assert same_bits(pool.layer.checkpoint[others], before["checkpoint"][others])
@@ -466,7 +465,7 @@ def test_a_smaller_batch_in_the_buffers_of_a_larger_one_leaves_the_rest_alone():
     for name, tensor in pool.layer._asdict().items():
         guarded = [3, 1, 4, 6] if name in ("checkpoint", "conv") else [3]
         assert same_bits(tensor[guarded], before[name][guarded]), name
-    assert pool.layer.pending.tolist() == [12, 9, 3, 6]
+    assert pool.layer.pending.tolist() == [[n, n] for n in (12, 9, 3, 6)]
 
 
 def test_addresses_are_64_bit():

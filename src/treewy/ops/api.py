@@ -16,6 +16,9 @@ from torch.nn import functional as F
 
 from treewy.tree import TreeBatch
 
+KEY_EPS = 1e-6
+"""Added to the squared norm of keys and queries: GDN models have no other, and folding needs it without a layer."""
+
 
 @dataclass(frozen=True)
 class GDNDims:
@@ -78,8 +81,11 @@ class GDNParams(NamedTuple):
     """[HV] fp32."""
     beta_scale: float
     """1, or 2 for layers that allow negative eigenvalues."""
-    eps: float = 1e-6
-    """Added to the squared norm of keys and queries."""
+
+    @property
+    def eps(self) -> float:
+        """`KEY_EPS`."""
+        return KEY_EPS
 
     @staticmethod
     def of(
@@ -182,6 +188,23 @@ class SnapshotState(NamedTuple):
     """[R] int64, the row whose snapshot is the committed state."""
 
 
+class Lineage(NamedTuple):
+    """Who descends from whom, among P pending rows and T rows of a window: N = P + T, pending rows first."""
+
+    path_sums: Tensor
+    """[B, 1 + N, N] fp64, the matrix that sums log decays along the path to each row; row 0 is the state's, all 0."""
+    unrelated: Tensor
+    """[B, 1, N, 1 + N] bool, whom each row does not descend from: the state (never so), each row."""
+
+    @staticmethod
+    def of(related: Tensor, pending: int) -> Lineage:
+        """`pending` rows in a chain, and below the last of them trees with `related` [B, T, T] bool."""
+        batch, rows = related.shape[:2]
+        joint = related.new_ones(batch, pending + rows, pending + rows).tril_()
+        joint[:, pending:, pending:] = related
+        return Lineage(F.pad(joint.double(), (0, 0, 1, 0)), F.pad(~joint, (1, 0))[:, None])
+
+
 class Window(NamedTuple):
     """Plan of one round, shared by all layers: which requests, which rows, who is whose ancestor.
 
@@ -201,29 +224,22 @@ class Window(NamedTuple):
     """[B, T] bool, rows past a request's tree; None where there are none."""
     conv_rows: Tensor
     """[B * T * width] int64, rows of the [B * (width - 1 + T), C] convolution inputs that each row meets."""
-    path_sums: Tensor
-    """[B, 1 + T, T] fp64, the matrix that sums log decays along the path to each row; row 0 is the state's, all 0."""
-    unrelated: Tensor
-    """[B, 1, T, 1 + T] bool, whom each row does not descend from: the state (never so), each row of the window."""
+    related: Tensor
+    """[B, T, T] bool, entry [b, t, i]: row i is an ancestor of row t, or t itself."""
     longest_path: list[int]
     """[B] rows of the longest path of each tree, root included: the most that one round can commit."""
+    lineages: dict[int, Lineage]
+    """What `lineage` has made: layers mostly ask for the same."""
+
+    def lineage(self, pending: int) -> Lineage:
+        """The trees with `pending` rows above them."""
+        if pending not in self.lineages:
+            self.lineages[pending] = Lineage.of(self.related, pending)
+        return self.lineages[pending]
 
 
 def plan(trees: TreeBatch, slots: Tensor, requests: Tensor, *, num_slots: int, num_requests: int) -> Window:
-    """Plans a round: once a round, for all layers.
-
-    Args:
-        trees: one tree a request, on the device of the state.
-        slots: [B] integer, block of each request in the pool; negative for padding, whose outputs are zero and which
-            touches nothing.
-        requests: [B] integer, index of each running request; ignored for padding.
-        num_slots: blocks in the pool.
-        num_requests: R.
-
-    Raises:
-        ValueError: shapes that differ, or a slot or running request that appears twice.
-        IndexError: a slot or index past its end.
-    """
+    """The plan of a round for the torch implementation; arguments and errors as `treewy.ops.plan`."""
     batch, rows = trees.parents.shape
     if slots.shape != (batch,) or requests.shape != (batch,):
         raise ValueError(
@@ -246,7 +262,6 @@ def plan(trees: TreeBatch, slots: Tensor, requests: Tensor, *, num_slots: int, n
     kept = trees.conv_ancestors.shape[2]
     first_input = kept + (kept + rows) * torch.arange(count, device=device)[:, None, None]
     met = torch.cat([row[:, None].expand(count, rows, 1), trees.conv_ancestors], dim=2) + first_input
-    related = trees.is_ancestor()
     has_padding = min(trees.rows.tolist(), default=rows) < rows
     return Window(
         trees=trees,
@@ -256,10 +271,25 @@ def plan(trees: TreeBatch, slots: Tensor, requests: Tensor, *, num_slots: int, n
         active=active,
         padding_rows=row >= trees.rows[:, None] if has_padding else None,
         conv_rows=met.flatten(),
-        path_sums=F.pad(related.double(), (0, 0, 1, 0)),
-        unrelated=F.pad(~related, (1, 0))[:, None],
+        related=trees.is_ancestor(),
         longest_path=(trees.depths.amax(1) + 1).tolist(),
+        lineages={},
     )
+
+
+def check_paths(batch: int, path: Tensor, accepted: Tensor) -> None:
+    """Refuses paths that are not [batch, P] and [batch] integers.
+
+    Raises:
+        ValueError: another shape, or a dtype that is no integer.
+    """
+    if path.dim() != 2 or path.shape[0] != batch or accepted.shape != (batch,):
+        raise ValueError(
+            f"path {tuple(path.shape)} and accepted {tuple(accepted.shape)} do not fit a round of {batch} requests: "
+            f"[{batch}, P] and [{batch}]"
+        )
+    if path.is_floating_point() or accepted.is_floating_point():
+        raise ValueError(f"path is {path.dtype} and accepted {accepted.dtype}; both are integers")
 
 
 def _check_addresses(what: str, addresses: list[int], size: int) -> None:

@@ -1,24 +1,23 @@
 """The operations with a choice of implementation: made once a round, at `plan`, and never changed silently.
 
-A `Window` belongs to the torch implementation and a `DeviceWindow` to the Triton one; `verify` and `commit` run what
-the plan was made for. Triton is imported when it is asked for.
+A `Window` belongs to the torch implementation and a `DeviceWindow` to the kernels; `verify` and `commit` run what the
+plan was made for. Kernels are imported when they are asked for.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args, overload
+from importlib import import_module
+from typing import Any, Literal, get_args, overload
 
 from torch import Tensor
 
 from treewy.ops import api, torch_impl
-from treewy.ops.api import GDNParams, LayerState, Window
+from treewy.ops.api import GatedNorm, GDNParams, LayerState, Window
+from treewy.ops.device_window import DeviceWindow
 from treewy.tree import TreeBatch
 
-if TYPE_CHECKING:
-    from treewy.ops.device_window import DeviceWindow
-
-Impl = Literal["torch", "triton"]
-"""`torch`: any device and dtype. `triton`: a CUDA device; `unsupported_reason` says what the kernels do not take."""
+Impl = Literal["torch", "triton", "cuda"]
+"""`torch`: any device and dtype. `triton`, `cuda`: a CUDA device; `unsupported_reason` says what they do not take."""
 
 
 @overload
@@ -33,7 +32,13 @@ def plan(
 ) -> Window: ...
 @overload
 def plan(
-    trees: TreeBatch, slots: Tensor, requests: Tensor, *, num_slots: int, num_requests: int, impl: Literal["triton"]
+    trees: TreeBatch,
+    slots: Tensor,
+    requests: Tensor,
+    *,
+    num_slots: int,
+    num_requests: int,
+    impl: Literal["triton", "cuda"],
 ) -> DeviceWindow: ...
 @overload
 def plan(
@@ -51,20 +56,17 @@ def plan(
         requests: [B] integer, index of each running request; ignored for padding.
         num_slots: blocks in the pool.
         num_requests: R.
-        impl: what `verify` and `commit` of this round run. A CUDA graph needs a `DeviceWindow` that stays, filled anew
-            by its `update`; what is made here is for one round.
+        impl: what `verify` of this round runs, and `commit`, where "cuda" has Triton's. A CUDA graph needs a
+            `DeviceWindow` that stays, filled anew by its `update`; what is made here is for one round.
 
     Raises:
         ValueError: an unknown implementation, shapes that differ, or a slot or running request that appears twice.
         IndexError: a slot or index past its end.
     """
-    if impl not in get_args(Impl):
-        raise ValueError(f"impl is {impl!r}; it is one of {', '.join(get_args(Impl))}")
+    check_impl(impl)
     window = api.plan(trees, slots, requests, num_slots=num_slots, num_requests=num_requests)
     if impl == "torch":
         return window
-    from treewy.ops.device_window import DeviceWindow
-
     batch, rows = trees.parents.shape
     fixed = DeviceWindow.empty(
         batch,
@@ -73,6 +75,7 @@ def plan(
         num_requests=num_requests,
         device=trees.parents.device,
         conv_width=trees.conv_ancestors.shape[2] + 1,
+        impl=impl,
     )
     fixed.update(trees, slots, requests)
     return fixed
@@ -87,39 +90,43 @@ def verify(
     params: GDNParams,
     *,
     fold_always: bool,
+    norm: GatedNorm | None = None,
 ) -> Tensor:
-    """Runs a window through a layer: outputs of every row, and the stash from which `commit` takes the accepted ones.
+    """Runs a window through a layer: outputs of every row, and what `commit` needs of each.
 
-    The state itself is written only where the history is folded into it: when it could not hold the longest path of
-    this window besides what is pending, or always (`fold_always`, the mode `reconstruct`). Running the same window
-    again gives the same result, and another window may take its place: what counts is the last one before `commit`.
+    One triangular system gives the pseudo-values of pending rows and window rows together. The checkpoint is written
+    only where pending rows are folded into it: when the longest path of this window would not fit besides them, or
+    always (`fold_always`, the mode `reconstruct`). The outputs are those of the unfolded state in any case.
+
+    Another window may take this one's place: what counts is the last one before `commit`. Running the same window again
+    gives the same result, up to the rounding of the checkpoint where the first run folded.
 
     Args:
-        state: of this layer; the stash is overwritten, history and checkpoint change in a fold.
+        state: of this layer; rows of the window are written, the checkpoint changes in a fold.
         window: from `plan`.
         x: [B, T, C] inputs of the convolution (q, k, v side by side), in the dtype of `state.conv`.
         a: [B, T, HV] decay gate before softplus.
         b: [B, T, HV] write gate before the sigmoid.
         params: of this layer.
         fold_always: fold whatever is pending.
+        norm: the gated norm that follows, if it is to be applied to the outputs before they are rounded.
 
     Returns:
         [B, T, HV, dv] in the dtype of x; zero in padding requests and padding rows.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, more rows than the stash holds, a tree deeper than the history can
-            take (with Triton: said by the check of the commit), or a layer that the implementation does not take.
+        ValueError: shapes or dtypes that do not fit, more rows than the state has room for, a tree deeper than the
+            capacity (with kernels: said by the check of the commit), or a layer that the implementation does not take.
             Nothing is written then.
     """
     if isinstance(window, Window):
-        return torch_impl.verify(state, window, x, a, b, params, fold_always=fold_always)
-    from treewy.ops import triton
-
-    return triton.verify(state, window, x, a, b, params, fold_always=fold_always)
+        return torch_impl.verify(state, window, x, a, b, params, fold_always=fold_always, norm=norm)
+    out: Tensor = _kernels(window.impl).verify(state, window, x, a, b, params, fold_always=fold_always, norm=norm)
+    return out
 
 
 def commit(state: LayerState, window: Window | DeviceWindow, path: Tensor, accepted: Tensor) -> None:
-    """Accepts a path: its solved rows join the pending history, its inputs become the convolution's committed ones.
+    """Accepts a path: its rows become pending, its inputs the convolution's committed ones. A chain moves no row.
 
     Args:
         state: of one layer, or of all layers with a leading dimension on every tensor.
@@ -134,10 +141,8 @@ def commit(state: LayerState, window: Window | DeviceWindow, path: Tensor, accep
     """
     if isinstance(window, Window):
         torch_impl.commit(state, window, path, accepted)
-        return
-    from treewy.ops import triton
-
-    triton.commit(state, window, path, accepted)
+    else:
+        _kernels("triton").commit(state, window, path, accepted)
 
 
 def fold(state: LayerState, slots: Tensor, requests: Tensor, *, impl: Impl = "torch") -> None:
@@ -152,11 +157,22 @@ def fold(state: LayerState, slots: Tensor, requests: Tensor, *, impl: Impl = "to
     Raises:
         ValueError: an unknown implementation.
     """
+    check_impl(impl)
     if impl == "torch":
         torch_impl.fold(state, slots, requests)
-    elif impl == "triton":
-        from treewy.ops import triton
-
-        triton.fold(state, slots, requests)
     else:
+        _kernels(impl).fold(state, slots, requests)
+
+
+def check_impl(impl: str) -> None:
+    """Refuses an implementation that there is not.
+
+    Raises:
+        ValueError: as said.
+    """
+    if impl not in get_args(Impl):
         raise ValueError(f"impl is {impl!r}; it is one of {', '.join(get_args(Impl))}")
+
+
+def _kernels(impl: Literal["triton", "cuda"]) -> Any:
+    return import_module(f"treewy.ops.{impl}")

@@ -1,9 +1,10 @@
-"""What the Triton implementation takes, as text: asked without importing it."""
+"""What the kernels take, as text: asked without importing them."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from typing import Literal
 
 import torch
 
@@ -12,24 +13,51 @@ from treewy.ops.api import GDNDims, LayerState
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def unsupported_reason(dims: GDNDims, state: LayerState, rows: int) -> str | None:
-    """Why the Triton implementation refuses windows of `rows` rows of such a layer; None where it takes them."""
+def unsupported_reason(
+    dims: GDNDims, state: LayerState, rows: int, impl: Literal["triton", "cuda"] = "triton"
+) -> str | None:
+    """Why these kernels refuse windows of `rows` rows of such a layer; None where they take them."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
-    if state.checkpoint.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"the state is on {state.checkpoint.device}; kernels run on a CUDA device"
+    device = state.checkpoint.device
+    if device.type != "cuda" and (impl == "cuda" or os.environ.get("TRITON_INTERPRET") != "1"):
+        return f"the state is on {device}; kernels run on a CUDA device"
+    if not 1 <= rows <= 64:
+        return f"the window has {rows} rows; kernels take 1 to 64"
+    reason = _not_for_triton(dims, state) if impl == "triton" else _not_for_cuda(dims, state, rows)
+    if reason is not None:
+        return reason
+    for name, tensor in state._asdict().items():
+        inner = 1 if name in ("checkpoint", "conv") else 0
+        if not tensor[(0,) * inner].is_contiguous():
+            return f"{name} is not contiguous below its {'slots' if inner else 'first dimension'}"
+    return None
+
+
+def _not_for_triton(dims: GDNDims, state: LayerState) -> str | None:
     for name, size in (("head_k_dim", dims.head_k_dim), ("head_v_dim", dims.head_v_dim)):
         if size & (size - 1) or not 16 <= size <= 256:
             return f"{name} is {size}; kernels take powers of two from 16 to 256"
     if state.checkpoint.dtype not in _FLOATS or state.conv.dtype not in _FLOATS:
         return f"the state is {state.checkpoint.dtype} and inputs {state.conv.dtype}; kernels take bf16, fp16 and fp32"
-    capacity = state.history_keys.shape[-3]
-    if not 1 <= capacity <= 64:
-        return f"the history holds {capacity} rows; kernels take 1 to 64"
-    if not 1 <= rows <= 64:
-        return f"the window has {rows} rows; kernels take 1 to 64"
-    for name, tensor in zip(state._fields, state, strict=True):
-        inner = 1 if name == "checkpoint" or name == "conv" else 0
-        if not tensor[(0,) * inner].is_contiguous():
-            return f"{name} is not contiguous below its {'slots' if inner else 'first dimension'}"
+    if not 1 <= state.capacity <= 64:
+        return f"the history holds {state.capacity} rows; kernels take 1 to 64"
+    return None
+
+
+def _not_for_cuda(dims: GDNDims, state: LayerState, rows: int) -> str | None:
+    capability = torch.cuda.get_device_capability(state.checkpoint.device)
+    if capability < (8, 0):
+        return f"the device has compute capability {capability[0]}.{capability[1]}; these kernels need 8.0"
+    for name, size in (("head_k_dim", dims.head_k_dim), ("head_v_dim", dims.head_v_dim)):
+        if size not in (64, 128, 256):
+            return f"{name} is {size}; these kernels take 64, 128 and 256"
+    inputs = state.conv.dtype
+    if inputs not in (torch.bfloat16, torch.float16) or state.checkpoint.dtype not in (inputs, torch.float32):
+        return (
+            f"the state is {state.checkpoint.dtype} and inputs {inputs}; these kernels take inputs in bf16 or fp16, "
+            "and a state in their dtype or fp32"
+        )
+    if state.capacity + rows > 96:
+        return f"{state.capacity} rows of history and {rows} of a window are too many; these kernels take 96 together"
     return None

@@ -1,10 +1,10 @@
 """The operations in plain torch: any device, any dtype, the implementation that the others are held to.
 
-Per value head, with the committed state S_0 and P pending rows of history (ancestors of all rows, solved already):
+Per value head, with the checkpoint S and N rows, the pending ones in a chain and the window's tree below it:
 
-    S_P k = g_P S_0 k + sum over pending i of (g_P / g_i) (k_i . k) u_i        likewise for q
-    (I + diag(beta) G) U = beta (v - g S_P k)                                  by forward substitution
-    o_t = g_t S_P q_t + sum over i, ancestor or self, of (g_t / g_i) (k_i . q_t) u_i
+    (I + diag(beta) G) U = beta (v - g S k)                                    by forward substitution
+    o_t = g_t S q_t + sum over i, ancestor or self, of (g_t / g_i) (k_i . q_t) u_i
+    fold: S <- g_P S + sum over pending i of (g_P / g_i) u_i k_i^T
 
 Arithmetic is fp32 (fp64 where the inputs are). Logarithms of decays are summed along the path and subtracted, then
 exponentiated, in fp64: strong decays above two rows make both sums large and their difference small, and fp32 would
@@ -22,110 +22,77 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from treewy.ops.api import GDNParams, LayerState, SnapshotState, Window
+from treewy.ops.api import KEY_EPS, GatedNorm, GDNParams, LayerState, Lineage, SnapshotState, Window, check_paths
 
-_LOWEST_DECAY = -1e4
-"""exp of it is 0 in every dtype; a log decay of -inf would turn differences into NaN."""
+_LOWEST_DECAY = -1e3
+"""exp of it is 0 in every dtype. Differences of sums with -inf would be NaN, and with larger ones would lose digits."""
 
 
 class _Rows(NamedTuple):
-    """Rows of a window after convolution, gates and norms. n is B less the padding requests, G = HV / H."""
+    """What the recurrence is given of N rows: the pieces of a ring. n is B less the padding requests."""
 
-    raw_keys: Tensor
-    """[n, T, H, dk] in the input dtype, as the convolution gave them."""
-    key_scale: Tensor
-    """[n, T, H, 1] fp32, inverse norms."""
-    both: Tensor
-    """[n, H, T, 2, dk] fp32, queries and keys, normalised. The factor dk^-0.5 of the queries is left to the outputs."""
+    keys: Tensor
+    """[n, N, H, dk]."""
     values: Tensor
-    """[n, H, G, T, dv] fp32."""
-    decays: Tensor
-    """[n, T, HV] fp32 log decays."""
-    betas: Tensor
-    """[n, H, G, T, 1] fp32."""
+    """[n, N, HV, dv]."""
+    gates: Tensor
+    """[n, N, HV, 2] fp32."""
+
+
+class _Solved(NamedTuple):
+    """N rows and the outputs of the last T of them; G = HV / H."""
+
+    keys: Tensor
+    """[n, H, N, dk] fp32, normalised."""
+    ratio: Tensor
+    """[n, H, G, N, 1 + N] decay from the state and from each row down to each row; 0 where it is no ancestor."""
+    u: Tensor
+    """[n, H, G, N, dv] pseudo-values."""
+    out: Tensor
+    """[n, H, G, T, dv] without the factor dk^-0.5."""
 
 
 def verify(
-    state: LayerState, window: Window, x: Tensor, a: Tensor, b: Tensor, params: GDNParams, *, fold_always: bool
+    state: LayerState,
+    window: Window,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    params: GDNParams,
+    *,
+    fold_always: bool,
+    norm: GatedNorm | None = None,
 ) -> Tensor:
-    """Runs a window through a layer: outputs of every row, and the stash from which `commit` takes the accepted ones.
-
-    The state itself is written only where the history is folded into it: when it could not hold the longest path of
-    this window besides what is pending, or always (`fold_always`, the mode `reconstruct`). Running the same window
-    again gives the same result, and another window may take its place: what counts is the last one before `commit`.
-
-    Args:
-        state: of this layer; the stash is overwritten, history and checkpoint change in a fold.
-        window: from `plan`.
-        x: [B, T, C] inputs of the convolution (q, k, v side by side), in the dtype of `state.conv`.
-        a: [B, T, HV] decay gate before softplus.
-        b: [B, T, HV] write gate before the sigmoid.
-        params: of this layer.
-        fold_always: fold whatever is pending.
-
-    Returns:
-        [B, T, HV, dv] in the dtype of x; zero in padding requests and padding rows.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit, more rows than the stash holds, or a tree deeper than the history
-            can take. Nothing is written then.
-    """
-    _check_window(state, window, x, a, b, params)
-    capacity = state.history_keys.shape[1]
+    """Runs a window through a layer. Arguments, result and errors as `treewy.ops.verify`."""
+    _check_window(state, window, x, a, b, params, norm)
+    capacity = state.capacity
     if window.trees.max_depth + 1 > capacity:
         raise ValueError(
             f"a tree of depth {window.trees.max_depth} can commit {window.trees.max_depth + 1} rows at once, but the "
             f"history holds {capacity}: use a shallower tree or more history rows"
         )
     x, a, b = _active_inputs(window, x, a, b)
-    rows = _prepare(state.conv.index_select(0, window.slots), window, x, a, b, params)
-    S, waiting = _load(state, window, fold_always)
+    queries, rows = _window_rows(state.conv.index_select(0, window.slots), window, x, a, b, params)
+    S, (pending, counts) = _checkpoints(state, window.slots), _pending_rows(state, window.requests)
+    above = max(counts, default=0)
+    joint = _Rows(*(torch.cat(pair, dim=1) for pair in zip(pending, rows, strict=True))) if above else rows
+    solved = _solve(S, queries, joint, window.lineage(above))
 
-    n, H, G, dv, dk = S.shape
-    T = x.shape[1]
-    both = rows.both.reshape(n, H, T * 2, dk)
-    # Queries and keys side by side, [n, H, G, T, 2, …], from here on.
-    read = (both @ S.view(n, H, G * dv, dk).mT).view(n, H, T, 2, G, dv).permute(0, 1, 4, 2, 3, 5)
-    if waiting is not None:
-        scores = (both @ waiting.keys.mT)[:, :, None] * waiting.weights  # [n, H, G, 2T, P]
-        read = torch.addcmul((scores @ waiting.values).view(n, H, G, T, 2, dv), waiting.total[..., None], read)
-    g = (window.path_sums @ rows.decays.double()).transpose(1, 2)  # [n, HV, 1 + T], 0 for the state
-    ratio = (g[:, :, 1:, None] - g[:, :, None]).masked_fill_(window.unrelated, float("-inf"))
-    ratio = ratio.to(rows.decays.dtype).exp_().view(n, H, G, T, 1, 1 + T)
-    from_state = ratio[..., :1] * read
-    weighted = ratio[..., 1:] * (both @ rows.both[:, :, :, 1].mT).view(n, H, 1, T, 2, T)
-
-    u = rows.betas * (rows.values - from_state[..., 1, :])
-    if window.trees.max_depth:
-        L = rows.betas * weighted[..., 1, :]  # its diagonal is not read
-        u = torch.linalg.solve_triangular(L, u, upper=False, unitriangular=True)
-    out = (from_state[..., 0, :] + weighted[..., 0, :] @ u) * dk**-0.5
-
-    u = u.permute(0, 3, 1, 2, 4) * rows.key_scale[..., None]
-    for stash, value in (
-        (state.window_inputs, x),
-        (state.window_keys, rows.raw_keys),
-        (state.window_values, u.flatten(2, 3)),
-        (state.window_decays, rows.decays),
-    ):
-        stash[:, :T].index_copy_(0, window.requests, value)
+    request, T = window.requests[:, None], x.shape[1]
+    places = _places(state, window.requests, 0, T)
+    for ring, row in zip((state.keys, state.values, state.gates), rows, strict=True):
+        ring[request, places] = row
+    state.window_inputs[:, :T].index_copy_(0, window.requests, x)
     state.window_rows.index_copy_(0, window.requests, window.trees.rows)
-    return _outputs(window, out.permute(0, 3, 1, 2, 4).flatten(2, 3), x.dtype)
+    more = window.longest_path
+    due = [n for n, count in enumerate(counts) if count and (fold_always or count + more[n] > capacity)]
+    if due:
+        _fold(state, window.slots, window.requests, S, solved, above, due)
+    return _outputs(window, solved.out.flatten(1, 2).transpose(1, 2) * queries.shape[3] ** -0.5, x.dtype, norm)
 
 
 def commit(state: LayerState, window: Window, path: Tensor, accepted: Tensor) -> None:
-    """Accepts a path: its solved rows join the pending history, its inputs become the convolution's committed ones.
-
-    Args:
-        state: of one layer, or of all layers with a leading dimension on every tensor.
-        window: the plan that `verify` ran last for these requests, in every layer.
-        path: [B, P] integer, accepted rows, root first; entries past `accepted` are ignored.
-        accepted: [B] integer, length of each path, at least 1: the root is always accepted.
-
-    Raises:
-        ValueError: a length outside 1 .. P, a path that does not start at the root and go from parent to child, a
-            window that was not verified or is committed already, or a history without room. Nothing is written then.
-    """
+    """Accepts a path. Arguments and errors as `treewy.ops.commit`."""
     if state.checkpoint.dim() == 4:
         commit(LayerState(*(tensor[None] for tensor in state)), window, path, accepted)
         return
@@ -133,38 +100,35 @@ def commit(state: LayerState, window: Window, path: Tensor, accepted: Tensor) ->
     if not paths:
         return
     _check_verified(state.window_rows, window)
-    capacity = state.history_keys.shape[2]
-    pending = state.pending[:, window.requests]
-    for request, rows, used in zip(window.requests.tolist(), paths, pending.amax(0).tolist(), strict=True):
+    capacity, requests = state.capacity, window.requests
+    pending, end = state.pending[:, requests], state.end[:, requests]
+    for request, rows, used in zip(requests.tolist(), paths, pending.amax((0, 2)).tolist(), strict=True):
         if used + len(rows) > capacity:
             raise ValueError(
                 f"request {request} accepts {len(rows)} rows, but {used} of the {capacity} rows of its history are "
                 "pending: verify the window with this history, which makes room for it"
             )
     _commit_inputs(state.conv, state.window_inputs, window, window.slots, paths)
-    layer = torch.arange(pending.shape[0], device=pending.device)[:, None]
-    steps = [(place, step, row) for place, rows in enumerate(paths) for step, row in enumerate(rows)]
-    place, step, row = _indices(steps, pending).view(-1, 3).unbind(1)
-    request, target = window.requests[place], pending[:, place] + step
-    for history, stash in (
-        (state.history_keys, state.window_keys),
-        (state.history_values, state.window_values),
-        (state.history_decays, state.window_decays),
-    ):
-        history[layer, request, target] = stash[layer, request, row]
-    state.pending[:, window.requests] = pending + torch.tensor([len(rows) for rows in paths]).to(pending)
-    state.window_rows[:, window.requests] = 0
+    size = state.keys.shape[2]
+    moves = [(n, row, step) for n, rows in enumerate(paths) for step, row in enumerate(rows) if row != step]
+    if moves:
+        n, row, step = _indices(moves, end).unbind(1)
+        layer = torch.arange(len(end), device=end.device)[:, None]
+        source, target = (end[:, n] + row) % size, (end[:, n] + step) % size
+        for ring in (state.keys, state.values, state.gates):
+            ring[layer, requests[n], target] = ring[layer, requests[n], source]
+    lengths = torch.tensor([len(rows) for rows in paths]).to(end)
+    state.end[:, requests] = (end + lengths) % size
+    state.pending[:, requests] = pending + lengths[:, None]
+    state.window_rows[:, requests] = 0
 
 
 def fold(state: LayerState, slots: Tensor, requests: Tensor) -> None:
-    """Folds all pending rows of these requests into their checkpoints: before anything else reads the block.
-
-    Args:
-        state: of one layer.
-        slots: [n] integer blocks of the requests.
-        requests: [n] integer indices of the running requests.
-    """
-    _write_folded(state, slots, requests, _folded(state, slots, requests))
+    """Folds all pending rows of these requests into their checkpoints. Arguments as `treewy.ops.fold`."""
+    S, solved, counts = _solve_pending(state, slots, requests)
+    due = [n for n, count in enumerate(counts) if count]
+    if solved is not None:
+        _fold(state, slots, requests, S, solved, max(counts), due)
 
 
 def folded_state(state: LayerState, slots: Tensor, requests: Tensor) -> Tensor:
@@ -172,11 +136,19 @@ def folded_state(state: LayerState, slots: Tensor, requests: Tensor) -> Tensor:
 
     S_a = g_a S_0 + sum over the path of (g_a / g_i) u_i k_i^T (arXiv 2608.20961).
     """
-    return _folded(state, slots, requests).flatten(1, 2)
+    S, solved, counts = _solve_pending(state, slots, requests)
+    return (S if solved is None else _with_rows(S, solved, max(counts))).flatten(1, 2)
 
 
 def verify_store_all(
-    state: SnapshotState, window: Window, x: Tensor, a: Tensor, b: Tensor, params: GDNParams
+    state: SnapshotState,
+    window: Window,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    params: GDNParams,
+    *,
+    norm: GatedNorm | None = None,
 ) -> Tensor:
     """The baseline: walks the tree row by row and keeps the state of every row. Arguments and result as `verify`.
 
@@ -187,7 +159,7 @@ def verify_store_all(
         ValueError: as `verify`, or a request whose last window still waits for its commit. Nothing is written then.
     """
     dims = params.dims
-    _check_window(state, window, x, a, b, params)
+    _check_window(state, window, x, a, b, params, norm)
     for request, waiting in zip(window.requests.tolist(), state.window_rows[window.requests].tolist(), strict=True):
         if waiting:
             raise ValueError(
@@ -195,11 +167,10 @@ def verify_store_all(
                 "stand where the committed one stood: commit it, or load the state anew"
             )
     x, a, b = _active_inputs(window, x, a, b)
-    rows = _prepare(state.conv.index_select(0, window.requests), window, x, a, b, params)
-    wide = rows.decays.dtype
-    # [n, T, HV, …], a row's heads together.
-    queries, keys = rows.both.permute(3, 0, 2, 1, 4).repeat_interleave(dims.group, dim=3)
-    values, betas = (t.flatten(1, 2).transpose(1, 2) for t in (rows.values, rows.betas))
+    raw, rows = _window_rows(state.conv.index_select(0, window.requests), window, x, a, b, params)
+    wide = rows.gates.dtype
+    queries, keys = (_normalized(t.to(wide)).repeat_interleave(dims.group, dim=2) for t in (raw, rows.keys))
+    values, decays, betas = rows.values.to(wide), rows.gates[..., 0].exp()[..., None, None], rows.gates[..., 1:]
     out = torch.zeros_like(values)
     depths = (
         window.trees.depths if window.padding_rows is None else window.trees.depths.masked_fill(window.padding_rows, -1)
@@ -209,14 +180,14 @@ def verify_store_all(
         place, row = (depths == depth).nonzero(as_tuple=True)
         request = window.requests[place]
         before = window.trees.parents[place, row] if depth else state.committed[request]
-        S = state.snapshots[request, before].to(wide).mul_(rows.decays[place, row].exp()[:, :, None, None])
+        S = state.snapshots[request, before].to(wide).mul_(decays[place, row])
         k = keys[place, row][..., None]
         u = betas[place, row][..., None] * (values[place, row][..., None] - S @ k)
         S.flatten(0, 1).baddbmm_(u.flatten(0, 1), k.flatten(0, 1).mT)
         out[place, row] = (S @ queries[place, row][..., None]).squeeze(-1)
         state.snapshots[request, row] = S.to(state.snapshots.dtype)
     state.window_inputs[:, : x.shape[1]].index_copy_(0, window.requests, x)
-    return _outputs(window, out * dims.head_k_dim**-0.5, x.dtype)
+    return _outputs(window, out * dims.head_k_dim**-0.5, x.dtype, norm)
 
 
 def commit_store_all(state: SnapshotState, window: Window, path: Tensor, accepted: Tensor) -> None:
@@ -236,126 +207,124 @@ def commit_store_all(state: SnapshotState, window: Window, path: Tensor, accepte
 # Parts
 
 
-def _prepare(committed: Tensor, window: Window, x: Tensor, a: Tensor, b: Tensor, params: GDNParams) -> _Rows:
-    """Tree convolution, gates and norms. committed [n, width - 1, C]."""
-    dims = params.dims
-    wide = params.taps.dtype
+def _window_rows(
+    committed: Tensor, window: Window, x: Tensor, a: Tensor, b: Tensor, params: GDNParams
+) -> tuple[Tensor, _Rows]:
+    """Tree convolution and gates: queries [n, T, H, dk] as the convolution gave them, and the rows.
+
+    committed [n, width - 1, C].
+    """
+    dims, wide = params.dims, params.taps.dtype
     n, T, C = x.shape
-    H, G, dk, dv = dims.num_k_heads, dims.group, dims.head_k_dim, dims.head_v_dim
     inputs = torch.cat([committed, x], dim=1).view(-1, C)
     met = inputs.index_select(0, window.conv_rows).view(n, T, dims.conv_width, C)
     mixed = (met.to(wide) * params.taps).sum(2)
     if params.conv_bias is not None:
         mixed = mixed + params.conv_bias
     mixed = F.silu(mixed).to(x.dtype)
-    raw = mixed[:, :, : 2 * dims.key_dim].view(n, T, 2 * H, dk)
-    both = raw.to(wide)
-    scale = torch.rsqrt(both.square().sum(-1, keepdim=True) + params.eps)
-    values = mixed[:, :, 2 * dims.key_dim :].to(wide).view(n, T, H, G, dv)
-    return _Rows(
-        raw_keys=raw[:, :, H:],
-        key_scale=scale[:, :, H:],
-        both=(both * scale).view(n, T, 2, H, dk).permute(0, 3, 1, 2, 4),
-        values=values.permute(0, 2, 3, 1, 4),
-        decays=(params.neg_A * F.softplus(a.to(wide) + params.dt_bias)).clamp(min=_LOWEST_DECAY),
-        betas=(params.beta_scale * b.to(wide).sigmoid()).transpose(1, 2).view(n, H, G, T, 1),
+    queries, keys, values = mixed.split([dims.key_dim, dims.key_dim, dims.value_dim], dim=2)
+    decays = (params.neg_A * F.softplus(a.to(wide) + params.dt_bias)).clamp(min=_LOWEST_DECAY)
+    gates = torch.stack([decays, params.beta_scale * b.to(wide).sigmoid()], dim=3)
+    heads = (dims.num_k_heads, dims.head_k_dim)
+    return queries.unflatten(2, heads), _Rows(
+        keys.unflatten(2, heads), values.unflatten(2, (dims.num_v_heads, dims.head_v_dim)), gates
     )
 
 
-class _Pending(NamedTuple):
-    """Pending rows of n requests, as ancestors of their windows; P is the longest of them."""
+def _pending_rows(state: LayerState, requests: Tensor) -> tuple[_Rows, list[int]]:
+    """Pending rows of n requests, last ones last, and how many each has; N is the most that one has.
 
-    keys: Tensor
-    """[n, H, P, dk] fp32, before normalisation; 0 past a request's own rows."""
-    values: Tensor
-    """[n, H, G, P, dv] fp32, scaled by the inverse norms; 0 past a request's own rows."""
-    weights: Tensor
-    """[n, H, G, 1, P] decay from each row to the last."""
-    total: Tensor
-    """[n, H, G, 1, 1] decay of all rows together."""
+    Where a request or a head has fewer, what stands before them in the ring is stale, possibly infinite. Zeros take its
+    place: a row that decays nothing and writes nothing.
+    """
+    pending = state.pending.index_select(0, requests)
+    counts = pending.amax(1).tolist()
+    longest = max(counts, default=0)
+    places = _places(state, requests, -longest, 0)
+    keys, values, gates = (ring[requests[:, None], places] for ring in (state.keys, state.values, state.gates))
+    if longest and int(pending.min()) < longest:
+        age = torch.arange(longest, 0, -1, device=pending.device)[:, None]
+        stale = (age > pending[:, None])[..., None]  # [n, N, HV, 1]
+        keys = keys.masked_fill_(stale.all(2, keepdim=True), 0.0)
+        values, gates = values.masked_fill_(stale, 0.0), gates.masked_fill_(stale, 0.0)
+    return _Rows(keys, values, gates), counts
 
 
-def _pending_rows(state: LayerState, requests: Tensor, pending: list[int]) -> _Pending | None:
-    longest = max(pending, default=0)
-    if longest == 0:
-        return None
-    wide = state.history_values.dtype
-    n, H = len(pending), state.history_keys.shape[2]
-    keys, values, decays = (
-        history[:, :longest].index_select(0, requests)
-        for history in (state.history_keys, state.history_values, state.history_decays)
-    )
-    if min(pending) < longest:
-        # Past a request's own rows stands what is stale, possibly infinite: it is cleared, not weighted by zero.
-        past = torch.arange(longest, device=keys.device) >= _indices(pending, keys)[:, None]
-        keys, values = (t.masked_fill(past[:, :, None, None], 0.0) for t in (keys, values))
-        decays = decays.masked_fill(past[:, :, None], 0.0)
-    # Sums of what comes after each row, [n, 1 + P, HV]; first that of all rows.
-    weights = (_suffix_sums(longest, keys.device) @ decays.double()).exp().to(wide)
-    weights = weights.transpose(1, 2).view(n, H, -1, 1, 1 + longest)
-    return _Pending(
-        keys.to(wide).transpose(1, 2),
-        values.view(n, longest, H, -1, values.shape[3]).permute(0, 2, 3, 1, 4),
-        weights[..., 1:],
-        weights[..., :1],
-    )
+def _places(state: LayerState, requests: Tensor, first: int, last: int) -> Tensor:
+    """[n, last - first] places in the ring, counted from its end."""
+    rows = torch.arange(first, last, device=requests.device)
+    return (state.end.index_select(0, requests)[:, None] + rows) % state.keys.shape[1]
+
+
+def _checkpoints(state: LayerState, slots: Tensor) -> Tensor:
+    """[n, H, G, dv, dk] fp32, a copy."""
+    S = state.checkpoint.index_select(0, slots).to(state.gates.dtype)
+    H = state.keys.shape[2]
+    return S.view(len(S), H, S.shape[1] // H, *S.shape[2:])
+
+
+def _normalized(rows: Tensor) -> Tensor:
+    return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + KEY_EPS)
+
+
+def _solve(S: Tensor, queries: Tensor, rows: _Rows, lineage: Lineage) -> _Solved:
+    """Pseudo-values of the rows, and outputs of the last of them: those that have queries, [n, T, H, dk]."""
+    n, H, G, dv, dk = S.shape
+    T, N, wide = queries.shape[1], rows.keys.shape[1], S.dtype
+    both = _normalized(torch.cat([queries, rows.keys], dim=1).to(wide)).transpose(1, 2)  # [n, H, T + N, dk]
+    keys = both[:, :, T:]
+    values = rows.values.to(wide).view(n, N, H, G, dv).permute(0, 2, 3, 1, 4)
+    beta = rows.gates[..., 1].view(n, N, H, G, 1).permute(0, 2, 3, 1, 4)
+    g = (lineage.path_sums @ rows.gates[..., 0].double()).transpose(1, 2)  # [n, HV, 1 + N], 0 for the state
+    ratio = (g[:, :, 1:, None] - g[:, :, None]).masked_fill_(lineage.unrelated, float("-inf"))
+    ratio = ratio.to(wide).exp_().view(n, H, G, N, 1 + N)
+
+    # Of queries and keys [n, H, G, T + N, …]: what they read of the state, and of each row.
+    read = (both @ S.view(n, H, G * dv, dk).mT).view(n, H, T + N, G, dv).transpose(2, 3)
+    scores = (both @ keys.mT)[:, :, None]
+    u = beta * torch.addcmul(values, ratio[..., :1], read[..., T:, :], value=-1)
+    if N > 1:
+        L = beta * ratio[..., 1:] * scores[..., T:, :]  # its diagonal is not read
+        u = torch.linalg.solve_triangular(L, u, upper=False, unitriangular=True)
+    down = ratio[..., N - T :, :]
+    out = torch.addcmul((down[..., 1:] * scores[..., :T, :]) @ u, down[..., :1], read[..., :T, :])
+    return _Solved(keys, ratio, u, out)
+
+
+def _solve_pending(state: LayerState, slots: Tensor, requests: Tensor) -> tuple[Tensor, _Solved | None, list[int]]:
+    """Checkpoints, the pending rows of all requests, solved (None where there are none), and how many each has."""
+    S, (pending, counts) = _checkpoints(state, slots), _pending_rows(state, requests)
+    above = max(counts, default=0)
+    if above == 0:
+        return S, None, counts
+    return S, _solve(S, pending.keys[:, :0], pending, _chain(above, S.device)), counts
 
 
 @lru_cache(maxsize=128)
-def _suffix_sums(rows: int, device: torch.device) -> Tensor:
-    """[1 + rows, rows] fp64: row i sums everything from i on."""
-    return torch.ones(1 + rows, rows, dtype=torch.float64, device=device).triu()
+def _chain(rows: int, device: torch.device) -> Lineage:
+    return Lineage.of(torch.ones(1, 0, 0, dtype=torch.bool, device=device), rows)
 
 
-def _committed_states(state: LayerState, slots: Tensor) -> Tensor:
-    """[n, H, G, dv, dk] without what is pending."""
-    S = state.checkpoint.index_select(0, slots).to(state.history_values.dtype)
-    n, hv, *matrix = S.shape
-    H = state.history_keys.shape[2]
-    return S.view(n, H, hv // H, *matrix)
-
-
-def _fold(S: Tensor, waiting: _Pending) -> Tensor:
-    """g_a S_0 + sum of (g_a / g_i) u_i k_i^T, in place. S [n, H, G, dv, dk]."""
+def _with_rows(S: Tensor, solved: _Solved, rows: int) -> Tensor:
+    """g_P S + sum of (g_P / g_i) u_i k_i^T over the first rows, a chain; in place."""
     n, H, G, dv, dk = S.shape
-    values = (waiting.values.mT * waiting.weights).reshape(n * H, G * dv, waiting.keys.shape[2])
-    S.mul_(waiting.total).view(n * H, G * dv, dk).baddbmm_(values, waiting.keys.flatten(0, 1))
+    weights = solved.ratio[..., rows - 1, None, : 1 + rows]
+    values = (solved.u[..., :rows, :].mT * weights[..., 1:]).reshape(n * H, G * dv, rows)
+    S.mul_(weights[..., :1]).view(n * H, G * dv, dk).baddbmm_(values, solved.keys[:, :, :rows].flatten(0, 1))
     return S
 
 
-def _folded(state: LayerState, slots: Tensor, requests: Tensor) -> Tensor:
-    S = _committed_states(state, slots)
-    waiting = _pending_rows(state, requests, state.pending[requests].tolist())
-    return S if waiting is None else _fold(S, waiting)
-
-
-def _write_folded(state: LayerState, slots: Tensor, requests: Tensor, S: Tensor) -> None:
-    folded = S.flatten(1, 2).to(state.checkpoint.dtype)
+def _fold(
+    state: LayerState, slots: Tensor, requests: Tensor, S: Tensor, solved: _Solved, rows: int, due: list[int]
+) -> None:
+    """Writes checkpoints of the requests at the places `due`."""
+    if len(due) < len(S):
+        chosen = _indices(due, S)
+        slots, requests, S = slots[chosen], requests[chosen], S[chosen]
+        solved = _Solved(*(tensor[chosen] for tensor in solved))
+    folded = _with_rows(S, solved, rows).flatten(1, 2).to(state.checkpoint.dtype)
     state.checkpoint.index_copy_(0, slots, folded)
     state.pending.index_fill_(0, requests, 0)
-
-
-def _load(state: LayerState, window: Window, fold_always: bool) -> tuple[Tensor, _Pending | None]:
-    """Committed states [n, H, G, dv, dk] and what of the history is still pending, after folding where it is due."""
-    S = _committed_states(state, window.slots)
-    pending = state.pending[window.requests].tolist()
-    waiting = _pending_rows(state, window.requests, pending)
-    if waiting is None:
-        return S, None
-    capacity = state.history_keys.shape[1]
-    more = window.longest_path
-    due = [place for place, rows in enumerate(pending) if fold_always or rows + more[place] > capacity]
-    if not due:
-        return S, waiting
-    if len(due) == len(pending):
-        _write_folded(state, window.slots, window.requests, _fold(S, waiting))
-        return S, None
-    chosen = _indices(due, S)
-    folded = _fold(S[chosen], _Pending(*(tensor[chosen] for tensor in waiting)))
-    _write_folded(state, window.slots[chosen], window.requests[chosen], folded)
-    S[chosen] = folded
-    left = [0 if place in due else rows for place, rows in enumerate(pending)]
-    return S, _pending_rows(state, window.requests, left)
 
 
 def _commit_inputs(conv: Tensor, window_inputs: Tensor, window: Window, blocks: Tensor, paths: list[list[int]]) -> None:
@@ -372,13 +341,7 @@ def _commit_inputs(conv: Tensor, window_inputs: Tensor, window: Window, blocks: 
 
 def _accepted_paths(window: Window, path: Tensor, accepted: Tensor) -> list[list[int]]:
     """Checks paths and brings them to lists of rows, without padding requests."""
-    if path.dim() != 2 or path.shape[0] != window.batch or accepted.shape != (window.batch,):
-        raise ValueError(
-            f"path {tuple(path.shape)} and accepted {tuple(accepted.shape)} do not fit a round of {window.batch} "
-            f"requests: [{window.batch}, P] and [{window.batch}]"
-        )
-    if path.is_floating_point() or accepted.is_floating_point():
-        raise ValueError(f"path is {path.dtype} and accepted {accepted.dtype}; both are integers")
+    check_paths(window.batch, path, accepted)
     if window.active is not None:
         path, accepted = path[window.active], accepted[window.active]
     lengths = accepted.tolist()
@@ -409,7 +372,13 @@ def _check_verified(window_rows: Tensor, window: Window) -> None:
 
 
 def _check_window(
-    state: LayerState | SnapshotState, window: Window, x: Tensor, a: Tensor, b: Tensor, params: GDNParams
+    state: LayerState | SnapshotState,
+    window: Window,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    params: GDNParams,
+    norm: GatedNorm | None,
 ) -> None:
     dims = params.dims
     batch, length, max_rows = window.batch, window.trees.parents.shape[1], state.window_inputs.shape[1]
@@ -433,9 +402,15 @@ def _check_window(
         raise ValueError(
             f"x is {x.dtype} and the state keeps inputs in {state.conv.dtype}: convert x, or allocate in its dtype"
         )
-    if isinstance(state, LayerState) and params.taps.dtype != state.window_values.dtype:
+    if isinstance(state, LayerState) and params.taps.dtype != state.gates.dtype:
         raise ValueError(
-            f"parameters are {params.taps.dtype} and the stash is {state.window_values.dtype}: make both of one dtype"
+            f"parameters are {params.taps.dtype} and the state keeps gates in {state.gates.dtype}: make both of one "
+            "dtype"
+        )
+    if norm is not None and (norm.z.shape != (*gates, dims.head_v_dim) or norm.weight.shape != (dims.head_v_dim,)):
+        raise ValueError(
+            f"z {tuple(norm.z.shape)} and weight {tuple(norm.weight.shape)} of the norm do not fit: z is "
+            f"{[*gates, dims.head_v_dim]}, weight [{dims.head_v_dim}]"
         )
 
 
@@ -448,7 +423,12 @@ def _active_inputs(window: Window, x: Tensor, a: Tensor, b: Tensor) -> tuple[Ten
     return x, a, b
 
 
-def _outputs(window: Window, out: Tensor, dtype: torch.dtype) -> Tensor:
+def _outputs(window: Window, out: Tensor, dtype: torch.dtype, norm: GatedNorm | None) -> Tensor:
+    """[B, T, HV, dv] in `dtype` from [n, T, HV, dv] fp32, after the norm."""
+    if norm is not None:
+        z = norm.z if window.active is None else norm.z[window.active]
+        scale = torch.rsqrt(out.square().mean(-1, keepdim=True) + norm.eps)
+        out = norm.weight.to(out.dtype) * out * scale * F.silu(z.to(out.dtype))
     out = out.to(dtype)
     if window.padding_rows is not None:
         out = out.masked_fill(window.padding_rows[:, :, None, None], 0.0)
