@@ -4,36 +4,43 @@ A round is one launch of the convolution and one of `verify` per layer, and one 
 waits for the device and nothing that varies from round to round is compiled in: trees, row counts, slots, what is
 pending and whether to fold are tensors, so one CUDA graph serves every round of at most T rows and B requests.
 
-Mathematics, per value head, with P pending rows:
+Mathematics, per value head. Rows are P pending ones, a chain, and below the last of them the window's tree. With
+c_i = 1 / sqrt(|k_i|^2 + eps), g_i the decay of all rows down to i, and w_i = c_i u_i the pseudo-value with the inverse
+norm of its key:
 
-    S_P k = g_P S_0 k + sum over pending i of (g_P / g_i) (k_i . k) u_i        likewise for q
-    (I + L) U = R,    L[t, i] = beta_t (g_t / g_i) (k_t . k_i) for strict ancestors,    R = beta (v - g S_P k)
-    o_t = g_t S_P q_t + sum over i, ancestor or self, of (g_t / g_i) (k_i . q_t) u_i
-    fold: S <- g_P S_0 + sum over pending i of (g_P / g_i) u_i k_i^T
+    (I + L) W = R,    L[t, i] = beta_t c_t^2 (g_t / g_i) (k_t . k_i) for strict ancestors
+                      R[t] = beta_t c_t (v_t - g_t c_t S k_t)
+    o_t = dk^-0.5 / |q_t| (g_t S q_t + sum over i, ancestor or self, of (g_t / g_i) (k_i . q_t) w_i)
+    fold: S <- g_P S + sum over pending i of (g_P / g_i) w_i k_i^T
 
 Layouts (the last dimension is contiguous, and so is everything below slots, running requests and layers):
 
 | tensor | shape | dtype |
 |---|---|---|
 | checkpoint | slots, HV, dv, dk | bf16, fp16 or fp32; the stride of a slot may be any |
-| x, mixed | B, T, C; q, k, v side by side | bf16, fp16 or fp32 |
-| a, b | B, T, HV | any float |
-| conv | slots, width - 1, C | as x |
-| stash, history: keys | R, rows, H, dk | as x, before normalisation |
-| stash, history: values | R, rows, HV, dv | fp32, pseudo-value times the key's inverse norm |
-| stash, history: decays | R, rows, HV | fp32, log decay of the row alone |
+| conv | slots, width - 1, C | as x; likewise |
+| x | B, T, C; q, k, v side by side | bf16, fp16 or fp32; strides of requests and rows may be any |
+| a, b | B, T, HV | any float; likewise |
+| queries | B, T, H, dk | as x |
+| window inputs | R, max_rows, C | as x |
+| ring: keys | R, ring, H, dk | as x, before normalisation |
+| ring: values | R, ring, HV, dv | as x |
+| ring: gates | R, ring, HV, 2 | fp32, log decay of the row alone and beta |
+| end, window rows; pending | R; R, HV | int32 |
 | parents, ancestors, conv ancestors | B, T (, width - 1) | int32, int64 masks, int32 |
 
-Bytes that `verify` must move per request and value head (state of s bytes an element, inputs of 2, dk = dv = d):
-d d s for the state, once more where it folds; P (2 d H / HV + 4 d) for the pending rows; T (4 d H / HV + 2 d) in,
-2 T d out, T (2 d H / HV + 4 d) of stash. At d = 128, s = 2, T = 4, P = 8 that is 32 + 5 + 2 + 1 + 2.5 KiB: the state
-rules, which is why it is read once and written only in a fold.
+Bytes that must move per request, with a state of s bytes an element and inputs of 2, C = 2 H dk + HV dv:
 
-What each product uses is said at `tile.dot`, the order of the work in `kernel_verify`, what is open in
-`docs/kernels.md`.
+- convolution: (T + width - 1) 2 C in, 2 T C of stash, and 2 T C of queries, keys and values;
+- `verify`, per value head, dk = dv = d: d d s of state, once more where it folds; (P + T) (2 d H / HV + 2 d + 8) of
+  the ring; T 2 d H / HV of queries and 2 T d out. At d = 128, s = 2, HV = 2 H, T = 4, P = 8 that is
+  32 + 4.6 + 0.5 + 1 KiB: the state rules, which is why it is written only in a fold;
+- `commit`, per layer: (width - 1) 2 C in and out, and nothing else for a chain.
+
+What each product uses is said at `tile.dot`, the order of the work at the head of every kernel's module. `convolve` and
+`commit` also serve `treewy.ops.cuda`; the verify kernel here is the one for every device, dtype and size.
 """
 
-from treewy.ops.triton.launch import commit, convolve, fold, verify, verify_mixed
-from treewy.ops.triton.window import DeviceWindow
+from treewy.ops.triton.launch import Cut, commit, convolve, fold, verify, verify_mixed
 
-__all__ = ["DeviceWindow", "commit", "convolve", "fold", "verify", "verify_mixed"]
+__all__ = ["Cut", "commit", "convolve", "fold", "verify", "verify_mixed"]

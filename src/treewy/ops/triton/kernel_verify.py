@@ -1,25 +1,23 @@
-"""The verify kernel: a window through one layer, from the convolution's outputs to the (normalised) outputs.
+"""The verify kernel: pending rows and a window through one layer, up to the (normalised) outputs.
 
-One program takes one value head of one request, or a tile of BLOCK_V of its dv rows. In the order of the source:
+One program takes one value head of one request. Pending rows are a chain, ancestors of the whole window, so both are
+one small system of N rows: row i, pending or not, is at (end - pending + i) of the ring. In the order of the source:
 
-1. Keys, queries, gates, and the products of the rows with each other, whose operands need many registers.
-2. The tile of the state is asked for here and used in 5, so that it travels while 3 and 4 run.
-3. D[t, i] = sum of log decays over the rows of t's path below i: a product of two masked squares. No difference of two
+1. Gates: of pending rows from the ring, of the window's from a and b; these go into the ring.
+2. In one pass over dk, BLOCK_K columns at a time: products of the rows with each other and with the state, and norms.
+3. D[i, t] = sum of log decays over the rows of t's path below i: a product of two masked squares. No difference of two
    large sums is ever formed, so fp32 is enough however strong the decays above are.
-4. (I + L)^-1 by A <- I - L A, depth times, with L[t, i] = beta_t exp(D) (k_t . k_i) over strict ancestors. After m
-   steps all rows of depth <= m are final: this is forward substitution, level by level, with its stability. It depends
-   on keys and gates alone, not on the tile of the state.
-5. Products of the rows with the state and with the pending rows, which are ancestors of all of them:
-   S_P k = g_P S_0 k + sum of (g_P / g_i) (k_i . k) u_i. The state read is S_0 also where a fold is due.
-6. U = A R, outputs, gated RMS norm.
-7. Where a fold is due: the pending rows go into the tile of the state, which is written back.
+4. (I + L)^-1 by blocks that double: the inverses A and C of two neighbouring blocks on the diagonal, with B of L below
+   them, give the inverse -C B A below. Every block is one of the true inverse, and no power of L is ever formed.
+5. Pseudo-values, outputs, gated RMS norm.
+6. Where a fold is due, a second pass over dk: the pending rows go into the state, which is written back. The outputs
+   are those of the state before the fold.
 
-Everything stands transposed: dv is the long side of every product and the matrix unit's M, rows of the window are
-columns, so that no row has to be padded to that unit's 64. A square has the row that is read at [i, .] and the row that
-reads at [., t].
+Everything stands transposed: dv is the long side of every product and the matrix unit's M, rows are columns. A square
+has the row that is read at [i, .] and the row that reads at [., t].
 
-Keys and queries enter products as the convolution gave them, in the model's dtype; their inverse norms are fp32 scales
-of rows and columns of the results.
+Keys and queries enter products as the convolution gave them, in the model's dtype. The inverse norm of a key is part of
+its pseudo-value: w = beta / |k| (v - ...), and S + w k^T needs no normalised key.
 """
 
 from __future__ import annotations
@@ -27,26 +25,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from treewy.ops.triton.tile import LOWEST_DECAY, arrive, dot, fold_tile, narrow, pending_rows, sigmoid, softplus
+from treewy.ops.triton.tile import LOWEST_DECAY, dot, narrow, sigmoid, softplus
 
 
-@triton.jit(do_not_specialize=["T", "max_rows", "capacity", "a_stride", "b_stride", "a_row", "b_row"])
+@triton.jit
+def descends(row, above, masks, pending, count):
+    """Whether `row` is below `above`, or is it: in the chain of pending rows, or by the ancestor mask of a window's."""
+    bit = tl.maximum(above - pending, 0).to(tl.int64)
+    in_window = (above < pending) | (((masks >> bit) & 1) != 0)
+    return (row < count) & tl.where(row < pending, above <= row, in_window)
+
+
+@triton.jit(do_not_specialize=["T", "ring", "capacity", "a_stride", "a_row", "b_stride", "b_row"])
 def verify_kernel(
-    p_mixed,  # [B, T, C]
+    p_queries,  # [B, T, H, DK], contiguous
     p_a,  # [B, T, HV]
     p_b,  # [B, T, HV]
     p_z,  # [B, T, HV, DV], read if NORM
     p_norm_weight,  # [DV], read if NORM
     p_out,  # [B, T, HV, DV], contiguous
     p_checkpoint,  # [slots, HV, DV, DK]
-    p_window_keys,  # [R, max_rows, H, DK]
-    p_window_values,  # [R, max_rows, HV, DV]
-    p_window_decays,  # [R, max_rows, HV]
-    p_window_rows,  # [R]
-    p_history_keys,  # [R, capacity, H, DK]
-    p_history_values,  # [R, capacity, HV, DV]
-    p_history_decays,  # [R, capacity, HV]
-    p_pending,  # [R]
+    p_keys,  # [R, ring, H, DK]
+    p_values,  # [R, ring, HV, DV]
+    p_gates,  # [R, ring, HV, 2]
+    p_end,  # [R]
+    p_pending,  # [R, HV]
     p_slots,  # [B]
     p_requests,  # [B]
     p_rows,  # [B]
@@ -55,10 +58,8 @@ def verify_kernel(
     p_neg_A,  # [HV]
     p_dt_bias,  # [HV]
     T,
-    max_rows,
+    ring,
     capacity,
-    mixed_stride,
-    mixed_row,
     a_stride,
     a_row,
     b_stride,
@@ -73,121 +74,131 @@ def verify_kernel(
     HV: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    FOLD_V: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WINDOW: tl.constexpr,
     FOLD_ALWAYS: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Grid: value heads times tiles of dv; B."""
-    TILES: tl.constexpr = DV // BLOCK_V
-    head = tl.program_id(0) // TILES
-    first = (tl.program_id(0) % TILES) * BLOCK_V
+    """Grid: value heads; B. Without WINDOW a window of no rows, which leaves the fold."""
+    head = tl.program_id(0)
     key_head = head // (HV // H)
     place = tl.program_id(1).to(tl.int64)
-    t = tl.arange(0, BLOCK_T)
-    dk = tl.arange(0, DK)
-    dv = first + tl.arange(0, BLOCK_V)
+    dv = tl.arange(0, DV)
+    j = tl.arange(0, BLOCK_J)
     p_out += (place * T * HV + head) * DV
-    out_offsets = dv[:, None] + t[None, :] * (HV * DV)
-    in_batch = (t < T)[None, :]
 
     slot = tl.load(p_slots + place).to(tl.int64)
     if slot < 0:
-        zeros = tl.zeros([BLOCK_V, BLOCK_T], dtype=p_out.dtype.element_ty)
-        tl.store(p_out + out_offsets, zeros, mask=in_batch)
+        if WINDOW:
+            zeros = tl.zeros([DV, BLOCK_J], dtype=p_out.dtype.element_ty)
+            tl.store(p_out + dv[:, None] + j[None, :] * (HV * DV), zeros, mask=(j < T)[None, :])
         return
     request = tl.load(p_requests + place).to(tl.int64)
-    p_history_keys += request * capacity * (H * DK)
-    p_history_values += request * capacity * (HV * DV)
-    p_history_decays += request * capacity * HV
+    pending = tl.load(p_pending + request * HV + head)
+    rows = 0
+    longest = 0
+    if WINDOW:
+        rows = tl.load(p_rows + place)
+        longest = tl.load(p_longest + place)
+    count = pending + rows
+    t = j - pending  # row of the window
+    used = j < count
+    in_window = used & (t >= 0)
+    at = tl.load(p_end + request) + t
+    at = tl.where(at < 0, at + ring, at)
+    at = request * ring + tl.where(at >= ring, at - ring, at)  # row of the ring
 
-    waiting = tl.load(p_pending + request) & 0xFFFF
-    longest = tl.load(p_longest + place)
+    # 1. Gates
+    p_gate = p_gates + (at * HV + head) * 2
+    decay = tl.load(p_gate, mask=used & (t < 0), other=0.0)
+    beta = tl.load(p_gate + 1, mask=used & (t < 0), other=0.0)
+    if WINDOW:
+        b_a = tl.load(p_a + place * a_stride + t * a_row + head, mask=in_window, other=0.0).to(tl.float32)
+        b_b = tl.load(p_b + place * b_stride + t * b_row + head, mask=in_window, other=0.0).to(tl.float32)
+        new_decay = tl.load(p_neg_A + head) * softplus(b_a + tl.load(p_dt_bias + head))
+        new_decay = tl.maximum(new_decay, LOWEST_DECAY)
+        new_beta = beta_scale * sigmoid(b_b)
+        tl.store(p_gate, new_decay, mask=in_window)
+        tl.store(p_gate + 1, new_beta, mask=in_window)
+        decay = tl.where(in_window, new_decay, decay)
+        beta = tl.where(in_window, new_beta, beta)
 
-    # 1. Keys, queries and gates
-    rows = tl.load(p_rows + place)
-    valid = t < rows
-    p_row = p_mixed + place * mixed_stride + t[:, None] * mixed_row
-    b_q = tl.load(p_row + key_head * DK + dk[None, :], mask=valid[:, None], other=0.0)
-    b_k = tl.load(p_row + (H + key_head) * DK + dk[None, :], mask=valid[:, None], other=0.0)
-    q_scale = tl.rsqrt(tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), axis=1) + eps)
-    k_scale = tl.rsqrt(tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), axis=1) + eps)
-    b_a = tl.load(p_a + place * a_stride + t * a_row + head, mask=valid, other=0.0).to(tl.float32)
-    b_b = tl.load(p_b + place * b_stride + t * b_row + head, mask=valid, other=0.0).to(tl.float32)
-    b_decay = tl.load(p_neg_A + head) * softplus(b_a + tl.load(p_dt_bias + head))
-    b_decay = tl.where(valid, tl.maximum(b_decay, LOWEST_DECAY), 0.0)
-    b_beta = tl.where(valid, beta_scale * sigmoid(b_b), 0.0)
-    q_columns = tl.trans(b_q)
-    k_columns = tl.trans(b_k)
-    k_by_k = dot(b_k, k_columns)
-    k_by_q = dot(b_k, q_columns)
-
-    # 2. State
-    p_head = p_checkpoint + slot * slot_stride + head * DV * DK
-    b_state = tl.load(p_head + dv[:, None] * DK + dk[None, :])
+    # 2. Products over dk
+    p_key = p_keys + (at * H + key_head) * DK
+    p_query = p_queries + ((place * T + t) * H + key_head) * DK
+    p_state = p_checkpoint + slot * slot_stride + head * DV * DK + dv[:, None] * DK
+    k_square = tl.zeros([BLOCK_J], dtype=tl.float32)
+    q_square = tl.zeros([BLOCK_J], dtype=tl.float32)
+    k_by_k = tl.zeros([BLOCK_J, BLOCK_J], dtype=tl.float32)
+    k_by_q = tl.zeros([BLOCK_J, BLOCK_J], dtype=tl.float32)
+    k_read = tl.zeros([DV, BLOCK_J], dtype=tl.float32)
+    q_read = tl.zeros([DV, BLOCK_J], dtype=tl.float32)
+    for first in range(0, DK, BLOCK_K):
+        dk = first + tl.arange(0, BLOCK_K)
+        b_state = tl.load(p_state + dk[None, :])
+        b_k = tl.load(p_key[:, None] + dk[None, :], mask=used[:, None], other=0.0)
+        k_columns = tl.trans(b_k)
+        k_square += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), axis=1)
+        k_by_k += dot(b_k, k_columns)
+        k_read += dot(b_state, k_columns)
+        if WINDOW:
+            b_q = tl.load(p_query[:, None] + dk[None, :], mask=in_window[:, None], other=0.0)
+            q_columns = tl.trans(b_q)
+            q_square += tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), axis=1)
+            k_by_q += dot(b_k, q_columns)
+            q_read += dot(b_state, q_columns)
+    k_scale = tl.rsqrt(k_square + eps)
 
     # 3. Decays
-    masks = tl.load(p_ancestors + place * T + t, mask=valid, other=0)
-    bit = t.to(tl.int64)
-    related = ((masks[None, :] >> bit[:, None]) & 1) != 0  # [i, t]: i is an ancestor of t, or t
-    above = ((masks[:, None] >> bit[None, :]) & 1) != 0  # [i, j]: j is an ancestor of i, or i
-    on_path = tl.where(related, b_decay[:, None], 0.0)  # [j, t]
+    masks = tl.zeros([BLOCK_J], dtype=tl.int64)
+    if WINDOW:
+        masks = tl.load(p_ancestors + place * T + t, mask=in_window, other=0)
+    related = descends(j[None, :], j[:, None], masks[None, :], pending, count)  # [i, t]: t is below i, or is i
+    below = descends(j[:, None], j[None, :], masks[:, None], pending, count)  # [i, m]: i is below m, or is m
+    on_path = tl.where(related, decay[:, None], 0.0)  # [m, t]
     from_state = tl.exp(tl.sum(on_path, axis=0))
-    ratio = tl.where(related, tl.exp(dot(tl.where(above, 0.0, 1.0), on_path)), 0.0)
+    ratio = tl.where(related, tl.exp(dot(tl.where(below, 0.0, 1.0), on_path)), 0.0)
 
-    # 4. Interaction of the rows
-    diagonal = t[:, None] == t[None, :]
-    unit = ratio * k_scale[:, None]
-    L = tl.where(diagonal, 0.0, unit * k_by_k * (b_beta * k_scale)[None, :])
-    reads = unit * k_by_q * q_scale[None, :]
-    identity = tl.where(diagonal, 1.0, 0.0)
-    inverse = identity
-    level = 1
-    while level < longest:
-        inverse = identity - dot(inverse, L)
-        level += 1
+    # 4. Inverse
+    strength = tl.where(used, beta * k_scale, 0.0)
+    L = ratio * k_by_k * (strength * k_scale)[None, :]
+    inverse = tl.where(j[:, None] == j[None, :], 1.0, 0.0)
+    size = 1
+    while size < count:
+        neighbours = ((j[:, None] // size) ^ (j[None, :] // size)) == 1
+        inverse -= dot(dot(inverse, tl.where(neighbours, L, 0.0)), inverse)
+        size *= 2
 
-    # 5. What the rows read
-    k_read = dot(b_state, k_columns)
-    q_read = dot(b_state, q_columns)
-    if waiting > 0:
-        h_keys, h_values, h_decay = pending_rows(
-            p_history_keys, p_history_values, p_history_decays, waiting, key_head, head, first, H, HV, DK, DV, BLOCK_P,
-            BLOCK_V,
-        )  # fmt: skip
-        k_read = tl.exp(h_decay) * k_read + dot(h_values, dot(h_keys, k_columns))
-        q_read = tl.exp(h_decay) * q_read + dot(h_values, dot(h_keys, q_columns))
+    # 5. Pseudo-values and outputs
+    p_value = p_values + (at * HV + head) * DV
+    b_v = tl.load(p_value[None, :] + dv[:, None], mask=used[None, :], other=0.0).to(tl.float32)
+    w = dot(strength[None, :] * (b_v - (from_state * k_scale)[None, :] * k_read), inverse)
+    if WINDOW:
+        q_scale = tl.rsqrt(q_square + eps) * (DK**-0.5)
+        out = (from_state[None, :] * q_read + dot(w, ratio * k_by_q)) * q_scale[None, :]
+        if NORM:
+            p_gate = p_z + place * z_stride + head * DV + dv[:, None] + t[None, :] * z_row
+            gate = tl.load(p_gate, mask=in_window[None, :], other=0.0).to(tl.float32)
+            weight = tl.load(p_norm_weight + dv).to(tl.float32)
+            out *= tl.rsqrt(tl.sum(out * out, axis=0) / DV + norm_eps)[None, :] * weight[:, None]
+            out *= gate * sigmoid(gate)
+        # Rows of padding give zeros, also where the state is not finite.
+        out = narrow(tl.where(in_window[None, :], out, 0.0), p_out.dtype.element_ty)
+        tl.store(p_out + dv[:, None] + t[None, :] * (HV * DV), out, mask=((t >= 0) & (t < T))[None, :])
 
-    # 6. Pseudo-values and outputs
-    p_v = p_mixed + place * mixed_stride + 2 * H * DK + head * DV
-    b_v = tl.load(p_v + dv[:, None] + t[None, :] * mixed_row, mask=valid[None, :], other=0.0).to(tl.float32)
-    u = dot(b_beta[None, :] * (b_v - (from_state * k_scale)[None, :] * k_read), inverse)
-    out = ((from_state * q_scale)[None, :] * q_read + dot(u, reads)) * (DK**-0.5)
-    if NORM:
-        p_gate = p_z + place * z_stride + head * DV + dv[:, None] + t[None, :] * z_row
-        gate = tl.load(p_gate, mask=valid[None, :], other=0.0).to(tl.float32)
-        weight = tl.load(p_norm_weight + dv).to(tl.float32)
-        out *= tl.rsqrt(tl.sum(out * out, axis=0) / DV + norm_eps)[None, :] * weight[:, None] * gate * sigmoid(gate)
-    tl.store(p_out + out_offsets, narrow(out, p_out.dtype.element_ty), mask=in_batch)
-
-    # Stash
-    row = request * max_rows + t
-    p_values = p_window_values + head * DV + dv[:, None] + row[None, :] * (HV * DV)
-    tl.store(p_values, u * k_scale[None, :], mask=valid[None, :])
-    if first == 0:
-        tl.store(p_window_decays + row * HV + head, b_decay, mask=valid)
-        if head % (HV // H) == 0:
-            tl.store(p_window_keys + (row[:, None] * H + key_head) * DK + dk[None, :], b_k, mask=valid[:, None])
-        if head == 0:
-            tl.store(p_window_rows + request, rows)
-
-    # 7. Fold
-    if (waiting > 0) & (FOLD_ALWAYS | (waiting + longest > capacity)):
-        for chunk in tl.static_range(BLOCK_V // FOLD_V):
-            fold_tile(
-                p_head, p_history_keys, p_history_values, p_history_decays, waiting, key_head, head,
-                first + chunk * FOLD_V, H, HV, DK, DV, BLOCK_P, FOLD_V,
-            )  # fmt: skip
-        arrive(p_pending + request, HV * TILES, 0)
+    # 6. Fold
+    if (pending > 0) & (FOLD_ALWAYS | (pending + longest > capacity)):
+        folded = j < pending
+        decay = tl.where(folded, decay, 0.0)
+        after = tl.exp(tl.sum(tl.where(j[:, None] > j[None, :], decay[:, None], 0.0), axis=0))
+        total = tl.exp(tl.sum(decay, axis=0))
+        written = tl.where(folded[None, :], w * after[None, :], 0.0)
+        for first in range(0, DK, BLOCK_K):
+            dk = first + tl.arange(0, BLOCK_K)
+            b_state = tl.load(p_state + dk[None, :])
+            b_k = tl.load(p_key[:, None] + dk[None, :], mask=folded[:, None], other=0.0)
+            new_state = total * b_state.to(tl.float32) + dot(written, b_k)
+            tl.store(p_state + dk[None, :], narrow(new_state, b_state.dtype))
+        tl.debug_barrier()  # a warp that lags behind has not read the counter yet
+        tl.store(p_pending + request * HV + head, 0)

@@ -8,39 +8,32 @@ import torch
 import triton
 from torch import Tensor
 
-from treewy.ops.api import GatedNorm, GDNDims, GDNParams, LayerState
+from treewy.ops.api import KEY_EPS, GatedNorm, GDNDims, GDNParams, LayerState, check_paths
+from treewy.ops.device_window import DeviceWindow
 from treewy.ops.support import unsupported_reason
-from treewy.ops.triton.kernel_commit import commit_kernel, fold_kernel
+from treewy.ops.triton.kernel_commit import commit_kernel
 from treewy.ops.triton.kernel_convolution import convolution_kernel
 from treewy.ops.triton.kernel_verify import verify_kernel
-from treewy.ops.triton.window import DeviceWindow
 
 
 class Cut(NamedTuple):
-    """How `verify` is cut into programs. It follows from shapes alone, so a captured graph keeps it."""
+    """How a head of `verify` is cut. It follows from shapes alone, so a captured graph keeps it."""
 
-    block_t: int
-    """Rows of a window, padded."""
-    block_p: int
-    """Rows of a history, padded."""
-    block_v: int
-    """dv rows of a state that one program takes."""
-    fold_v: int
-    """dv rows of a state that it folds at a time."""
+    block_j: int
+    """Rows, pending ones and those of the window together, padded."""
+    block_k: int
+    """dk columns of the state that are in registers at a time."""
     warps: int
     registers: int | None = None
     """Most registers of a thread; None leaves it to the compiler."""
 
 
-def cut(dims: GDNDims, rows: int, history: int, state_dtype: torch.dtype, *, whole_head: bool) -> Cut:
-    """The cut for windows of `rows` rows: a tile of the state is at most 32 KiB, unless a norm needs the whole head."""
-    block_t = max(16, triton.next_power_of_2(rows))
-    block_v = min(dims.head_v_dim, max(16, 32768 // (dims.head_k_dim * state_dtype.itemsize)))
-    if whole_head:
-        block_v = dims.head_v_dim
-    warps = 8 if block_v * dims.head_k_dim * state_dtype.itemsize > 16384 or block_t > 16 else 4
-    fold_v = min(block_v, max(16, 4096 // dims.head_k_dim))
-    return Cut(block_t, max(16, triton.next_power_of_2(history)), block_v, fold_v, warps)
+def cut(dims: GDNDims, rows: int, capacity: int) -> Cut:
+    """The cut for windows of `rows` rows: at most 16384 elements of the state at a time."""
+    block_j = max(16, triton.next_power_of_2(capacity + rows))
+    block_k = min(dims.head_k_dim, max(16, 16384 // dims.head_v_dim))
+    small = block_k * dims.head_v_dim <= 4096 and block_j <= 32
+    return Cut(block_j, block_k, 4 if small else 8)
 
 
 def verify(
@@ -54,33 +47,43 @@ def verify(
     fold_always: bool,
     norm: GatedNorm | None = None,
 ) -> Tensor:
-    """Runs a window through a layer. Arguments, result and errors as `treewy.ops.verify`; two launches."""
-    mixed = convolve(state, window, x, params)
-    return verify_mixed(state, window, mixed, a, b, params, fold_always=fold_always, norm=norm)
+    """Runs a window through a layer. Arguments, result and errors as `treewy.ops.verify`; two launches.
+
+    With `norm` the outputs are normalised and gated.
+    """
+    queries = convolve(state, window, x, params)
+    return verify_mixed(state, window, queries, a, b, params, fold_always=fold_always, norm=norm)
 
 
 def convolve(state: LayerState, window: DeviceWindow, x: Tensor, params: GDNParams) -> Tensor:
-    """The tree convolution alone: [B, T, C] of x's dtype, zero in padding; the inputs go into the stash."""
+    """The tree convolution alone: keys and values go into the ring, inputs into the stash.
+
+    Returns:
+        The queries, [B, T, H, dk] of x's dtype, zero in padding.
+    """
     dims = params.dims
     _check_inputs("x", x, window, dims.conv_dim)
     _check_layer(state, window, params, x)
-    mixed = torch.empty(window.batch, window.rows, dims.conv_dim, dtype=x.dtype, device=x.device)
-    block_r = triton.next_power_of_2(min(window.rows, 16))
-    block_c = max(64, 2048 // block_r)
-    grid = (triton.cdiv(dims.conv_dim, block_c), window.batch, triton.cdiv(window.rows, block_r))
+    queries = x.new_empty(window.batch, window.rows, dims.num_k_heads, dims.head_k_dim)
+    tokens = window.batch * window.rows
+    # A program of several rows reads the taps once for all; few rows are better spread over the device.
+    rows = min(4, triton.next_power_of_2(triton.cdiv(tokens, 128)))
+    block_c = 512
+    grid = (triton.cdiv(dims.conv_dim, block_c), triton.cdiv(tokens, rows))
     convolution_kernel[grid](
-        x, mixed, state.conv, state.window_inputs, params.taps, params.conv_bias, window.slots, window.requests,
-        window.tree_rows, window.conv_ancestors, window.rows, state.window_inputs.shape[1], x.stride(0), x.stride(1),
-        state.conv.stride(0), C=dims.conv_dim, WIDTH=dims.conv_width, BIAS=params.conv_bias is not None,
-        BLOCK_R=block_r, BLOCK_C=block_c, num_warps=4,
+        x, queries, state.keys, state.values, state.conv, state.window_inputs, state.window_rows, state.end,
+        params.taps, params.conv_bias, window.slots, window.requests, window.tree_rows, window.conv_ancestors,
+        window.batch, window.rows, state.window_inputs.shape[1], state.keys.shape[1], x.stride(0), x.stride(1),
+        state.conv.stride(0), C=dims.conv_dim, KEY=dims.key_dim, WIDTH=dims.conv_width,
+        BIAS=params.conv_bias is not None, ROWS=rows, BLOCK_C=block_c, num_warps=2,
     )  # fmt: skip
-    return mixed
+    return queries
 
 
 def verify_mixed(
     state: LayerState,
     window: DeviceWindow,
-    mixed: Tensor,
+    queries: Tensor,
     a: Tensor,
     b: Tensor,
     params: GDNParams,
@@ -91,38 +94,31 @@ def verify_mixed(
 ) -> Tensor:
     """All that follows the convolution, in one launch.
 
-    mixed is [B, T, C] from `convolve`; `shape` replaces the cut that `cut` chooses; the rest is as in `verify`.
+    queries is [B, T, H, dk] from `convolve`, which has put keys and values into the ring; `shape` replaces the cut that
+    `cut` chooses; the rest is as in `verify`.
     """
     dims = params.dims
-    _check_inputs("mixed", mixed, window, dims.conv_dim)
+    _check_inputs("queries", queries.flatten(2), window, dims.key_dim)
     _check_inputs("a", a, window, dims.num_v_heads)
     _check_inputs("b", b, window, dims.num_v_heads)
-    _check_layer(state, window, params, mixed)
-    out = torch.empty(
-        window.batch, window.rows, dims.num_v_heads, dims.head_v_dim, dtype=mixed.dtype, device=mixed.device
-    )
-    z = mixed
+    _check_layer(state, window, params, queries)
+    out = queries.new_empty(window.batch, window.rows, dims.num_v_heads, dims.head_v_dim)
+    z = out
     if norm is not None:
         z = norm.z
         if z.shape != out.shape or z.stride(-1) != 1 or z.stride(-2) != dims.head_v_dim:
             raise ValueError(
                 f"z is {tuple(z.shape)} with strides {z.stride()}; it is {tuple(out.shape)}, heads adjacent"
             )
-    capacity = state.history_keys.shape[1]
-    shape = shape or cut(dims, window.rows, capacity, state.checkpoint.dtype, whole_head=norm is not None)
-    if norm is not None and shape.block_v != dims.head_v_dim:
-        raise ValueError(f"a gated norm needs whole heads of {dims.head_v_dim}; the cut takes {shape.block_v} rows")
-    grid = (dims.num_v_heads * (dims.head_v_dim // shape.block_v), window.batch)
-    verify_kernel[grid](
-        mixed, a, b, z, norm.weight if norm else mixed, out, state.checkpoint, state.window_keys, state.window_values,
-        state.window_decays, state.window_rows, state.history_keys, state.history_values, state.history_decays,
-        state.pending, window.slots, window.requests, window.tree_rows, window.ancestors, window.longest, params.neg_A,
-        params.dt_bias, window.rows, state.window_inputs.shape[1], capacity, mixed.stride(0), mixed.stride(1),
-        a.stride(0), a.stride(1), b.stride(0), b.stride(1), z.stride(0), z.stride(1), state.checkpoint.stride(0),
-        float(params.beta_scale), float(params.eps), float(norm.eps if norm else 0.0), H=dims.num_k_heads,
-        HV=dims.num_v_heads, DK=dims.head_k_dim, DV=dims.head_v_dim, BLOCK_T=shape.block_t, BLOCK_P=shape.block_p,
-        BLOCK_V=shape.block_v, FOLD_V=shape.fold_v, FOLD_ALWAYS=fold_always, NORM=norm is not None,
-        num_warps=shape.warps, maxnreg=shape.registers,
+    shape = shape or cut(dims, window.rows, state.capacity)
+    verify_kernel[dims.num_v_heads, window.batch](
+        queries.contiguous(), a, b, z, norm.weight if norm else out, out, state.checkpoint, state.keys, state.values,
+        state.gates, state.end, state.pending, window.slots, window.requests, window.tree_rows, window.ancestors,
+        window.longest, params.neg_A, params.dt_bias, window.rows, state.keys.shape[1], state.capacity, a.stride(0),
+        a.stride(1), b.stride(0), b.stride(1), z.stride(0), z.stride(1), state.checkpoint.stride(0),
+        float(params.beta_scale), KEY_EPS, float(norm.eps if norm else 0.0), H=dims.num_k_heads, HV=dims.num_v_heads,
+        DK=dims.head_k_dim, DV=dims.head_v_dim, BLOCK_J=shape.block_j, BLOCK_K=shape.block_k, WINDOW=True,
+        FOLD_ALWAYS=fold_always, NORM=norm is not None, num_warps=shape.warps, maxnreg=shape.registers,
     )  # fmt: skip
     return out
 
@@ -135,42 +131,34 @@ def commit(state: LayerState, window: DeviceWindow, path: Tensor, accepted: Tens
     if state.checkpoint.dim() == 4:
         commit(LayerState(*(tensor[None] for tensor in state)), window, path, accepted)
         return
-    if path.dim() != 2 or path.shape[0] != window.batch or accepted.shape != (window.batch,):
-        raise ValueError(
-            f"path {tuple(path.shape)} and accepted {tuple(accepted.shape)} do not fit a round of {window.batch} "
-            f"requests: [{window.batch}, P] and [{window.batch}]"
-        )
-    if path.is_floating_point() or accepted.is_floating_point():
-        raise ValueError(f"path is {path.dtype} and accepted {accepted.dtype}; both are integers")
-    layers, num_requests, capacity = state.history_decays.shape[:3]
-    keys, values = (t.shape[3] * t.shape[4] for t in (state.history_keys, state.history_values))
+    check_paths(window.batch, path, accepted)
+    layers, num_requests, ring, heads = state.gates.shape[:4]
     kept, channels = state.conv.shape[2:]
-    block_s = triton.next_power_of_2(path.shape[1])
-    block = max(64, 4096 // block_s)
-    grid = (sum(triton.cdiv(columns, block) for columns in (keys, values, channels)), window.batch, layers)
-    commit_kernel[grid](
-        state.conv, state.window_inputs, state.window_keys, state.window_values, state.window_decays,
-        state.window_rows, state.history_keys, state.history_values, state.history_decays, state.pending, window.slots,
-        window.requests, window.tree_rows, window.parents, path.contiguous(), accepted.contiguous(), window.errors,
-        window.rows, path.shape[1], state.window_inputs.shape[2], capacity, path.shape[1], num_requests,
-        state.conv.stride(0), state.conv.stride(1), C=channels, KEPT=kept, KEYS=keys, VALUES=values,
-        HV=state.history_decays.shape[3], BLOCK_S=block_s,
-        BLOCK_H=triton.next_power_of_2(state.history_decays.shape[3]), BLOCK=block, num_warps=4,
+    block = 2048
+    commit_kernel[triton.cdiv(channels, block), window.batch, layers](
+        state.conv, state.window_inputs, state.window_rows, state.keys, state.values, state.gates, state.end,
+        state.pending, window.slots, window.requests, window.tree_rows, window.parents, path.contiguous(),
+        accepted.contiguous(), window.errors, window.rows, path.shape[1], state.window_inputs.shape[2], ring,
+        num_requests, state.conv.stride(0), state.conv.stride(1), C=channels, KEPT=kept,
+        KEY=state.keys.shape[3] * state.keys.shape[4], HV=heads, BLOCK_S=triton.next_power_of_2(path.shape[1]),
+        BLOCK_H=triton.next_power_of_2(heads), BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
 def fold(state: LayerState, slots: Tensor, requests: Tensor) -> None:
     """Folds all pending rows of these requests into their checkpoints. Arguments as `treewy.ops.fold`."""
-    heads, dv, dk = state.checkpoint.shape[1:]
-    dims = GDNDims(state.history_keys.shape[2], heads, dk, dv, state.conv.shape[1] + 1)
-    shape = cut(dims, 1, state.history_keys.shape[1], state.checkpoint.dtype, whole_head=False)
-    grid = (heads * (dv // shape.fold_v), slots.numel())
     if not slots.numel():
         return
-    fold_kernel[grid](
-        state.checkpoint, state.history_keys, state.history_values, state.history_decays, state.pending,
-        slots.contiguous(), requests.contiguous(), state.history_keys.shape[1], state.checkpoint.stride(0),
-        H=dims.num_k_heads, HV=heads, DK=dk, DV=dv, BLOCK_P=shape.block_p, BLOCK_V=shape.fold_v, num_warps=4,
+    heads, dv, dk = state.checkpoint.shape[1:]
+    dims = GDNDims(state.keys.shape[2], heads, dk, dv, state.conv.shape[1] + 1)
+    shape = cut(dims, 0, state.capacity)
+    unread, keys = state.gates, state.keys
+    verify_kernel[heads, slots.numel()](
+        keys, unread, unread, keys, unread, keys, state.checkpoint, keys, state.values, state.gates, state.end,
+        state.pending, slots.contiguous(), requests.contiguous(), state.end, state.end, state.end, unread, unread, 0,
+        keys.shape[1], state.capacity, 0, 0, 0, 0, 0, 0, state.checkpoint.stride(0), 1.0, KEY_EPS, 0.0,
+        H=dims.num_k_heads, HV=heads, DK=dk, DV=dv, BLOCK_J=shape.block_j, BLOCK_K=shape.block_k, WINDOW=False,
+        FOLD_ALWAYS=True, NORM=False, num_warps=shape.warps,
     )  # fmt: skip
 
 

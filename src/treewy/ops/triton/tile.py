@@ -1,4 +1,4 @@
-"""What the kernels share: products in fp32 quality, gates, and the pending rows of a request as one tile.
+"""What the kernels share: products in fp32 quality, rounding, gates.
 
 Inside kernels `b_x` is a block of values, `p_x` a pointer or a block of them.
 """
@@ -13,10 +13,6 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 LOWEST_DECAY = tl.constexpr(-1e4)
 """exp of it is 0; a log decay of -inf would turn differences into NaN."""
-
-ARRIVAL = tl.constexpr(1 << 16)
-"""Counters of a request (`pending`, `window_rows`) hold a count below 2^16. During a launch that changes one, its upper
-half counts the programs that have read it and are done; the last of them writes the new count."""
 
 
 @triton.jit
@@ -61,54 +57,3 @@ def softplus(x):
     rounded = one - 1.0
     log1p = tl.where(rounded == 0, e, tl.log(one) * (e / tl.where(rounded == 0, 1.0, rounded)))
     return tl.maximum(x, 0.0) + log1p
-
-
-@triton.jit
-def pending_rows(
-    p_keys, p_values, p_decays, count, key_head, head, first, H: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr,
-    DV: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Solved rows that wait in the history of one request; rows past `count` are not read and come as zeros.
-
-    Returns:
-        keys [BLOCK_P, DK] in their dtype; values [BLOCK_V, BLOCK_P] fp32, each with the decay of the rows after it;
-        log decay of all rows together.
-    """
-    i = tl.arange(0, BLOCK_P)
-    kept = i < count
-    dk = tl.arange(0, DK)
-    dv = first + tl.arange(0, BLOCK_V)
-    b_keys = tl.load(p_keys + (i * H + key_head)[:, None] * DK + dk[None, :], mask=kept[:, None], other=0.0)
-    b_values = tl.load(p_values + (i * HV + head)[None, :] * DV + dv[:, None], mask=kept[None, :], other=0.0)
-    b_decays = tl.load(p_decays + i * HV + head, mask=kept, other=0.0)
-    b_after = tl.sum(tl.where(i[:, None] > i[None, :], b_decays[:, None], 0.0), axis=0)
-    return b_keys, b_values * tl.exp(b_after)[None, :], tl.sum(b_decays, axis=0)
-
-
-@triton.jit
-def fold_tile(
-    p_state, p_keys, p_values, p_decays, count, key_head, head, first, H: tl.constexpr, HV: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Writes g S + sum of u_i k_i^T over the pending rows in the place of S, for dv rows from `first` on.
-
-    `p_state` is the first element of the head's state. BLOCK_V is small: an fp32 tile of the state beside the product
-    that is added to it would not fit the registers otherwise. What is read here was read before and comes from the L2.
-    """
-    dv = first + tl.arange(0, BLOCK_V)
-    p_tile = p_state + dv[:, None] * DK + tl.arange(0, DK)[None, :]
-    b_state = tl.load(p_tile)
-    b_keys, b_values, log_decay = pending_rows(
-        p_keys, p_values, p_decays, count, key_head, head, first, H, HV, DK, DV, BLOCK_P, BLOCK_V
-    )
-    new_state = b_state.to(tl.float32) * tl.exp(log_decay) + dot(b_values, b_keys)
-    tl.store(p_tile, narrow(new_state, b_state.dtype))
-
-
-@triton.jit
-def arrive(p_counter, programs, new_count):
-    """Counts this program as done with a counter; the last one of `programs` sets it to `new_count`."""
-    tl.debug_barrier()  # a warp that lags behind has not read the counter yet
-    before = tl.atomic_add(p_counter, ARRIVAL)
-    if before // ARRIVAL == programs - 1:
-        tl.store(p_counter, new_count)
