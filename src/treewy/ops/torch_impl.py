@@ -72,22 +72,18 @@ def verify(
             f"history holds {capacity}: use a shallower tree or more history rows"
         )
     x, a, b = _active_inputs(window, x, a, b)
-    queries, rows = _window_rows(state.conv.index_select(0, window.slots), window, x, a, b, params)
-    S, (pending, counts) = _checkpoints(state, window.slots), _pending_rows(state, window.requests)
-    above = max(counts, default=0)
-    joint = _Rows(*(torch.cat(pair, dim=1) for pair in zip(pending, rows, strict=True))) if above else rows
-    solved = _solve(S, queries, joint, window.lineage(above))
-
-    request, T = window.requests[:, None], x.shape[1]
-    places = _places(state, window.requests, 0, T)
+    slots, requests, T = window.slots, window.requests, x.shape[1]
+    queries, rows = _window_rows(state.conv.index_select(0, slots), window, x, a, b, params)
+    S, at = _checkpoints(state, slots), _locate(state, requests, T)
     for ring, row in zip((state.keys, state.values, state.gates), rows, strict=True):
-        ring[request, places] = row
-    state.window_inputs[:, :T].index_copy_(0, window.requests, x)
-    state.window_rows.index_copy_(0, window.requests, window.trees.rows)
+        ring[at.requests, at.places[:, at.pending :]] = row
+    state.window_inputs[:, :T].index_copy_(0, requests, x)
+    state.window_rows.index_copy_(0, requests, window.trees.rows)
+    solved = _solve(S, queries, _take(state, at), window.lineage(at.pending))
     more = window.longest_path
-    due = [n for n, count in enumerate(counts) if count and (fold_always or count + more[n] > capacity)]
+    due = [n for n, count in enumerate(at.counts) if count and (fold_always or count + more[n] > capacity)]
     if due:
-        _fold(state, window.slots, window.requests, S, solved, above, due)
+        _fold(state, slots, requests, S, solved, at.pending, due)
     return _outputs(window, solved.out.flatten(1, 2).transpose(1, 2) * queries.shape[3] ** -0.5, x.dtype, norm)
 
 
@@ -125,10 +121,10 @@ def commit(state: LayerState, window: Window, path: Tensor, accepted: Tensor) ->
 
 def fold(state: LayerState, slots: Tensor, requests: Tensor) -> None:
     """Folds all pending rows of these requests into their checkpoints. Arguments as `treewy.ops.fold`."""
-    S, solved, counts = _solve_pending(state, slots, requests)
-    due = [n for n, count in enumerate(counts) if count]
-    if solved is not None:
-        _fold(state, slots, requests, S, solved, max(counts), due)
+    S, at = _checkpoints(state, slots), _locate(state, requests, 0)
+    if at.pending:
+        due = [n for n, count in enumerate(at.counts) if count]
+        _fold(state, slots, requests, S, _solve_pending(state, S, at), at.pending, due)
 
 
 def folded_state(state: LayerState, slots: Tensor, requests: Tensor) -> Tensor:
@@ -136,8 +132,8 @@ def folded_state(state: LayerState, slots: Tensor, requests: Tensor) -> Tensor:
 
     S_a = g_a S_0 + sum over the path of (g_a / g_i) u_i k_i^T (arXiv 2608.20961).
     """
-    S, solved, counts = _solve_pending(state, slots, requests)
-    return (S if solved is None else _with_rows(S, solved, max(counts))).flatten(1, 2)
+    S, at = _checkpoints(state, slots), _locate(state, requests, 0)
+    return (_with_rows(S, _solve_pending(state, S, at), at.pending) if at.pending else S).flatten(1, 2)
 
 
 def verify_store_all(
@@ -231,29 +227,39 @@ def _window_rows(
     )
 
 
-def _pending_rows(state: LayerState, requests: Tensor) -> tuple[_Rows, list[int]]:
-    """Pending rows of n requests, last ones last, and how many each has; N is the most that one has.
+class _Places(NamedTuple):
+    """Where in the ring the pending rows of n requests are, and the T rows of a window after them: N = pending + T."""
 
-    Where a request or a head has fewer, what stands before them in the ring is stale, possibly infinite. Zeros take its
-    place: a row that decays nothing and writes nothing.
-    """
+    requests: Tensor
+    """[n, 1]."""
+    places: Tensor
+    """[n, N]."""
+    counts: list[int]
+    """[n] pending rows of each."""
+    pending: int
+    """The most that one has."""
+    stale: Tensor | None
+    """[n, N, HV] bool, places before a head's own pending rows; None where there are none."""
+
+
+def _locate(state: LayerState, requests: Tensor, rows: int) -> _Places:
     pending = state.pending.index_select(0, requests)
     counts = pending.amax(1).tolist()
-    longest = max(counts, default=0)
-    places = _places(state, requests, -longest, 0)
-    keys, values, gates = (ring[requests[:, None], places] for ring in (state.keys, state.values, state.gates))
-    if longest and int(pending.min()) < longest:
-        age = torch.arange(longest, 0, -1, device=pending.device)[:, None]
-        stale = (age > pending[:, None])[..., None]  # [n, N, HV, 1]
-        keys = keys.masked_fill_(stale.all(2, keepdim=True), 0.0)
-        values, gates = values.masked_fill_(stale, 0.0), gates.masked_fill_(stale, 0.0)
-    return _Rows(keys, values, gates), counts
+    most = max(counts, default=0)
+    age = torch.arange(most, -rows, -1, device=requests.device)
+    places = (state.end.index_select(0, requests)[:, None] - age) % state.keys.shape[1]
+    ragged = most > 0 and int(pending.min()) < most
+    return _Places(requests[:, None], places, counts, most, age[:, None] > pending[:, None] if ragged else None)
 
 
-def _places(state: LayerState, requests: Tensor, first: int, last: int) -> Tensor:
-    """[n, last - first] places in the ring, counted from its end."""
-    rows = torch.arange(first, last, device=requests.device)
-    return (state.end.index_select(0, requests)[:, None] + rows) % state.keys.shape[1]
+def _take(state: LayerState, at: _Places) -> _Rows:
+    """Rows of the ring. What is stale may be infinite: zeros take its place, rows that forget and write nothing."""
+    rows = _Rows(*(ring[at.requests, at.places] for ring in (state.keys, state.values, state.gates)))
+    if at.stale is not None:
+        rows.keys.masked_fill_(at.stale.all(2)[..., None, None], 0.0)
+        rows.values.masked_fill_(at.stale[..., None], 0.0)
+        rows.gates.masked_fill_(at.stale[..., None], 0.0)
+    return rows
 
 
 def _checkpoints(state: LayerState, slots: Tensor) -> Tensor:
@@ -291,13 +297,9 @@ def _solve(S: Tensor, queries: Tensor, rows: _Rows, lineage: Lineage) -> _Solved
     return _Solved(keys, ratio, u, out)
 
 
-def _solve_pending(state: LayerState, slots: Tensor, requests: Tensor) -> tuple[Tensor, _Solved | None, list[int]]:
-    """Checkpoints, the pending rows of all requests, solved (None where there are none), and how many each has."""
-    S, (pending, counts) = _checkpoints(state, slots), _pending_rows(state, requests)
-    above = max(counts, default=0)
-    if above == 0:
-        return S, None, counts
-    return S, _solve(S, pending.keys[:, :0], pending, _chain(above, S.device)), counts
+def _solve_pending(state: LayerState, S: Tensor, at: _Places) -> _Solved:
+    rows = _take(state, at)
+    return _solve(S, rows.keys[:, :0], rows, _chain(at.pending, S.device))
 
 
 @lru_cache(maxsize=128)
