@@ -13,14 +13,16 @@ from treewy.ops.device_window import DeviceWindow
 from treewy.ops.support import unsupported_reason
 from treewy.ops.triton.kernel_commit import commit_kernel
 from treewy.ops.triton.kernel_convolution import convolution_kernel
-from treewy.ops.triton.kernel_verify import verify_kernel
+from treewy.ops.triton.kernel_verify import fold_kernel, verify_kernel
 
 
 class Cut(NamedTuple):
     """How a head of `verify` is cut. It follows from shapes alone, so a captured graph keeps it."""
 
-    block_j: int
-    """Rows, pending ones and those of the window together, padded."""
+    block_t: int
+    """Rows of a window, padded."""
+    block_p: int
+    """Pending rows, padded."""
     block_k: int
     """dk columns of the state that are in registers at a time."""
     warps: int
@@ -30,10 +32,10 @@ class Cut(NamedTuple):
 
 def cut(dims: GDNDims, rows: int, capacity: int) -> Cut:
     """The cut for windows of `rows` rows: at most 16384 elements of the state at a time."""
-    block_j = max(16, triton.next_power_of_2(capacity + rows))
+    block_t, block_p = (max(16, triton.next_power_of_2(size)) for size in (rows, capacity))
     block_k = min(dims.head_k_dim, max(16, 16384 // dims.head_v_dim))
-    small = block_k * dims.head_v_dim <= 4096 and block_j <= 32
-    return Cut(block_j, block_k, 4 if small else 8)
+    small = dims.head_v_dim * max(block_k, block_t, block_p) <= 4096
+    return Cut(block_t, block_p, block_k, 4 if small else 8)
 
 
 def verify(
@@ -117,8 +119,8 @@ def verify_mixed(
         window.longest, params.neg_A, params.dt_bias, window.rows, state.keys.shape[1], state.capacity, a.stride(0),
         a.stride(1), b.stride(0), b.stride(1), z.stride(0), z.stride(1), state.checkpoint.stride(0),
         float(params.beta_scale), KEY_EPS, float(norm.eps if norm else 0.0), H=dims.num_k_heads, HV=dims.num_v_heads,
-        DK=dims.head_k_dim, DV=dims.head_v_dim, BLOCK_J=shape.block_j, BLOCK_K=shape.block_k, WINDOW=True,
-        FOLD_ALWAYS=fold_always, NORM=norm is not None, num_warps=shape.warps, maxnreg=shape.registers,
+        DK=dims.head_k_dim, DV=dims.head_v_dim, BLOCK_T=shape.block_t, BLOCK_P=shape.block_p,
+        BLOCK_K=shape.block_k, FOLD_ALWAYS=fold_always, NORM=norm is not None, num_warps=shape.warps, maxnreg=shape.registers,
     )  # fmt: skip
     return out
 
@@ -150,15 +152,12 @@ def fold(state: LayerState, slots: Tensor, requests: Tensor) -> None:
     if not slots.numel():
         return
     heads, dv, dk = state.checkpoint.shape[1:]
-    dims = GDNDims(state.keys.shape[2], heads, dk, dv, state.conv.shape[1] + 1)
-    shape = cut(dims, 0, state.capacity)
-    unread, keys = state.gates, state.keys
-    verify_kernel[heads, slots.numel()](
-        keys, unread, unread, keys, unread, keys, state.checkpoint, keys, state.values, state.gates, state.end,
-        state.pending, slots.contiguous(), requests.contiguous(), state.end, state.end, state.end, unread, unread, 0,
-        keys.shape[1], state.capacity, 0, 0, 0, 0, 0, 0, state.checkpoint.stride(0), 1.0, KEY_EPS, 0.0,
-        H=dims.num_k_heads, HV=heads, DK=dk, DV=dv, BLOCK_J=shape.block_j, BLOCK_K=shape.block_k, WINDOW=False,
-        FOLD_ALWAYS=True, NORM=False, num_warps=shape.warps,
+    key_heads, kept = state.keys.shape[2], state.conv.shape[1]
+    shape = cut(GDNDims(key_heads, heads, dk, dv, kept + 1), 1, state.capacity)
+    fold_kernel[heads, slots.numel()](
+        state.checkpoint, state.keys, state.values, state.gates, state.end, state.pending, slots.contiguous(),
+        requests.contiguous(), state.keys.shape[1], state.checkpoint.stride(0), KEY_EPS, H=key_heads, HV=heads, DK=dk,
+        DV=dv, BLOCK_P=shape.block_p, BLOCK_K=shape.block_k, num_warps=shape.warps,
     )  # fmt: skip
 
 
