@@ -7,6 +7,7 @@ middle of a conversation, with a pending history and a verified window, where a 
 
 import re
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -122,6 +123,15 @@ def test_parameters_of_a_convolution_of_another_width(unverified):
     message = "planned for a convolution of width 4, the state for 4, the layer has width 3: build trees and state with"
     with unverified.refuses(message):
         unverified.verify(unverified.window, params=wide)
+
+
+def test_a_norm_whose_shape_does_not_fit(unverified):
+    inputs, state = unverified.inputs(unverified.window), unverified.state
+    z, weight = torch.zeros(2, 6, 2, 3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    verify = ops.verify_store_all if isinstance(state, SnapshotState) else partial(ops.verify, fold_always=False)
+    for wrong in (ops.GatedNorm(z[:, 1:], weight), ops.GatedNorm(z.flatten(2), weight), ops.GatedNorm(z, weight[1:])):
+        with unverified.refuses(r"of the norm do not fit: z is \[2, 6, 2, 3\], weight \[3\]"):
+            verify(state, unverified.window, *inputs, PARAMS, norm=wrong)
 
 
 # commit

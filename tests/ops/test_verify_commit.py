@@ -28,6 +28,7 @@ from tests.ops.layers import (
     contents,
     error,
     new_state,
+    normal,
     padded_paths,
     random_inputs,
     random_path,
@@ -259,6 +260,169 @@ def test_the_history_is_folded_no_sooner_than_it_must():
         pending += pool.layer.pending.tolist()
     assert pending == [[n, n] for n in (3, 6, 9, 3, 6, 9)]
     assert written == [False, False, False, True, False, False]
+
+
+# The ring
+
+
+def clear_unused(layer, requests, rows=0):
+    """NaN in every place that holds neither a pending row nor one of the `rows` of an open window."""
+    size = layer.keys.shape[1]
+    for request in requests:
+        end, pending = int(layer.end[request]), int(layer.pending[request].max())
+        used = {(end + place) % size for place in range(-pending, rows)}
+        unused = [place for place in range(size) if place not in used]
+        for ring in (layer.keys, layer.values, layer.gates):
+            ring[request, unused] = float("nan")
+
+
+@pytest.mark.parametrize("fold_always", [False, True], ids=["deferred", "reconstruct"])
+@pytest.mark.parametrize("decay", ["weak", "strong"])
+def test_a_ring_goes_round_and_what_is_not_in_use_may_be_anything(fold_always, decay):
+    """40 rounds of two requests with pending rows of different number, in a ring of 13 places, the unused ones NaN."""
+    layer, rng, g = Layer.random(decay=decay), random.Random(0), torch.Generator().manual_seed(0)
+    pool = Pool(SMALL, slots=[2, 0], rows=6, history=7, fold_always=fold_always)
+    oracles, size, happened = [Oracle(layer) for _ in range(2)], 13, set()
+    for _ in range(40):
+        chosen = rng.choice([[0, 1], [1, 0], [0], [1]])
+        trees = [DraftTree.random(rng.randint(1, 6), rng, depth_bias=rng.choice([0, 0.5, 1])) for _ in chosen]
+        paths = [random_path(tree, rng) for tree in trees]
+        inputs = random_inputs(SMALL, len(chosen), 6, g)
+        clear_unused(pool.layer, range(2))
+        before = contents(pool.layer)
+        window = pool.plan(batch_of(trees, 6), torch.tensor(chosen))
+        out = pool.verify(0, window, *inputs, layer.params())
+        for request in chosen:
+            clear_unused(pool.layer, [request], 6)
+        pending, end = pool.layer.pending.tolist(), before["end"].tolist()
+        pool.commit(window, *padded_paths(paths))
+        for place, (request, tree, path) in enumerate(zip(chosen, trees, paths, strict=True)):
+            rows = len(tree)
+            expected = oracles[request].verify(*(tensor[place, :rows] for tensor in inputs), tree.parents)
+            oracles[request].commit(path)
+            assert error(out[place, :rows], expected) < TOLERANCE
+            assert error(pool.read(0, request)[0], oracles[request].state) < TOLERANCE
+            assert int(pool.layer.end[request]) == (end[request] + len(path)) % size
+            had = int(before["pending"][request, 0])
+            folded = had > 0 and (fold_always or had + tree.depth + 1 > 7)
+            assert pending[request] == [0, 0] if folded else [had, had]
+            assert pool.layer.pending[request].tolist() == [pending[request][0] + len(path)] * 2
+            happened |= {("folded", folded), ("window over the end", end[request] + rows > size)}
+            happened |= {("scattered path over the end", end[request] + path[-1] >= size and path[-1] >= len(path))}
+            happened |= {("pending over the end", had > end[request])}
+    assert len(happened) == 8, "each of these happened, and did not happen"
+
+
+@pytest.mark.parametrize("path", [(0, 2, 5), (0, 1, 4), (0, 2), (0,)], ids=str)
+def test_a_scattered_path_is_gathered_wherever_the_ring_ends(path):
+    """Class 34: two layers whose rings end in different places, every pair of them; one commit moves rows in both."""
+    layer, g = Layer.random(), torch.Generator().manual_seed(0)
+    inputs = random_inputs(SMALL, 1, 6, g)
+    oracle = Oracle(layer)
+    oracle.verify(*(tensor[0] for tensor in inputs), BUSHY.parents)
+    oracle.commit(path)
+    for end in range(13):
+        state = new_state(SMALL, "deferred", layers=2, rows=6, history=7)
+        state.tensors["end"][:, 0] = torch.tensor([end, (3 * end + 1) % 13])
+        window = state.plan(batch_of([BUSHY]), torch.tensor([0]))
+        for number in range(2):
+            state.verify(number, window, *inputs, layer.params())
+        verified = contents(state)
+        state.commit(window, *padded_paths([path]))
+        moved = {"keys", "values", "gates"} if path[-1] >= len(path) else set()
+        assert changed(state, verified) == moved | {"conv", "end", "pending", "window_rows"}
+        for number in range(2):
+            assert error(state.read(number, 0)[0], oracle.state) < TOLERANCE
+            assert torch.equal(state.read(number, 0)[1], oracle.conv)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_verify_that_folds_gives_the_outputs_of_the_unfolded_state(dtype):
+    """Twins, one of which folds: the same outputs to the bit, and nothing pending afterwards.
+
+    Run again it reads the folded checkpoint: the same up to the rounding of that.
+    """
+    layer, g = Layer.random().to(torch.float32), torch.Generator().manual_seed(0)
+    params = layer.params(torch.float64 if dtype == torch.float64 else torch.float32)
+    folds, keeps = (new_state(SMALL, "deferred", rows=6, history=rows, dtype=dtype) for rows in (7, 20))
+    for _ in range(2):
+        inputs = random_inputs(SMALL, 1, 6, g, dtype)
+        outs = []
+        for state in (folds, keeps):
+            window = state.plan(batch_of([BUSHY]), torch.tensor([0]))
+            outs.append(state.verify(0, window, *inputs, params))
+            state.commit(window, *padded_paths([(0, 2, 5)]))
+        assert same_bits(*outs)
+    inputs, committed, before = random_inputs(SMALL, 1, 6, g, dtype), folds.read(0, 0)[0], contents(folds)
+    window = folds.plan(batch_of([BUSHY]), torch.tensor([0]))
+    out = folds.verify(0, window, *inputs, params)
+    assert same_bits(out, keeps.verify(0, window, *inputs, params))
+    assert folds.tensors["pending"].tolist() == [[[0, 0]]]
+    assert keeps.tensors["pending"].tolist() == [[[6, 6]]]
+    assert torch.equal(folds.tensors["end"], before["end"]), "only a commit moves it"
+    rounding = max(TOLERANCE, torch.finfo(dtype).eps)
+    assert error(folds.tensors["checkpoint"][0, 0], committed) < rounding
+    folded = contents(folds)
+    again = folds.verify(0, window, *inputs, params)
+    assert changed(folds, folded) == set()
+    assert error(again, out) < rounding
+    folds.commit(window, *padded_paths([(0, 1, 3)]))
+    keeps.commit(window, *padded_paths([(0, 1, 3)]))
+    assert error(folds.read(0, 0)[0], keeps.read(0, 0)[0]) < rounding
+
+
+def test_each_head_has_what_it_has_pending():
+    """Kernels fold head by head: a request whose first head is folded and whose second is not goes on all the same."""
+    layer, pool, g = filled_pool(history=9)
+    expected, inputs = contents(pool.layer), random_inputs(SMALL, 2, 6, g)
+    window = pool.plan(batch_of([BUSHY, CHAIN(2)]), torch.tensor([0, 1]))
+    out = pool.verify(0, window, *inputs, layer.params())
+    states = [pool.read(0, request)[0] for request in range(2)]
+    for name, tensor in pool.layer._asdict().items():
+        tensor.copy_(expected[name])
+    pool.layer.checkpoint[4, 0] = states[0][0]
+    pool.layer.pending[0, 0] = 0
+    assert error(pool.verify(0, window, *inputs, layer.params()), out) < TOLERANCE
+    for request in range(2):
+        assert error(pool.read(0, request)[0], states[request]) < TOLERANCE
+    pool.commit(window, *padded_paths([(0, 1), (0, 1)]))
+    assert pool.layer.pending.tolist() == [[2, 5], [4, 4]]
+
+
+# The norm that follows
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_gated_norm_is_that_of_the_reference(mode):
+    """Applied to the outputs before they are rounded; padding requests and rows stay zero, whatever z holds there."""
+    layer, g = Layer.random(), torch.Generator().manual_seed(0)
+    state, plain = (new_state(SMALL, mode, requests=2) for _ in range(2))
+    trees, inputs = [BUSHY, BARE, CHAIN(3)], random_inputs(SMALL, 3, 6, g)
+    z, weight = normal(g, 3, 6, 2, 3), normal(g, 3)
+    z[1], z[2, 4:] = float("nan"), float("inf")
+    for _ in range(2):
+        outs = []
+        for one, norm in ((state, ops.GatedNorm(z, weight, eps=1e-3)), (plain, None)):
+            window = one.plan(batch_of(trees), torch.tensor([1, -1, 0]))
+            outs.append(one.verify(0, window, *inputs, layer.params(), norm=norm))
+            one.commit(window, *padded_paths([(0, 2, 5), (0,), (0, 1)]))
+        for place, rows in ((0, 6), (2, 4)):
+            expected = ref.gated_rms_norm(outs[1][place, :rows], z[place, :rows], weight, 1e-3)
+            assert error(outs[0][place, :rows], expected) < TOLERANCE
+        assert not outs[0][1].count_nonzero()
+        assert not outs[0][2, 4:].count_nonzero()
+
+
+def test_outputs_are_rounded_after_the_norm_and_not_before():
+    params, g = Layer.random().params(torch.float32), torch.Generator().manual_seed(0)
+    inputs, z, weight = random_inputs(SMALL, 1, 6, g, torch.bfloat16), normal(g, 1, 6, 2, 3), normal(g, 3)
+    state = new_state(SMALL, "deferred", dtype=torch.float32, inputs=torch.bfloat16)
+    window = state.plan(batch_of([CHAIN(5)]), torch.tensor([0]))
+    rounded = state.verify(0, window, *inputs, params)
+    normed = state.verify(0, window, *inputs, params, norm=ops.GatedNorm(z, weight))
+    too_late = ref.gated_rms_norm(rounded.double(), z, weight).bfloat16()
+    assert error(normed, too_late) < 2e-2
+    assert not torch.equal(normed, too_late)
 
 
 # Order, batch and heads
