@@ -1,0 +1,117 @@
+"""How work is timed: captured once in a CUDA graph, replayed, the median replay counts."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
+from typing import Protocol
+
+import torch
+
+AHEAD_CYCLES = 1_000_000
+"""The GPU spins for half a millisecond before a timed replay, so that the host's launch is over when it begins."""
+
+
+class Timer(Protocol):
+    """A way to time work."""
+
+    def prepare(self, work: Callable[[], object]) -> Callable[[], float]:
+        """A function that does the work once more and gives its seconds."""
+        ...
+
+    def scope(self) -> AbstractContextManager[object]:
+        """Where everything else runs that the work depends on."""
+        ...
+
+
+class GraphTimer:
+    """CUDA graphs on a stream of their own."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def prepare(self, work: Callable[[], object]) -> Callable[[], float]:
+        """Captures the work, after running it once."""
+        with torch.cuda.stream(self.stream):
+            work()
+            self.stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            kept: list[object] = []
+            with torch.cuda.graph(graph, stream=self.stream):
+                kept.append(work())  # outputs live as long as the graph, so each layer writes to memory of its own
+
+        def replay() -> float:
+            with torch.cuda.stream(self.stream):
+                torch.cuda._sleep(AHEAD_CYCLES)
+                self._start.record(self.stream)
+                graph.replay()
+                self._end.record(self.stream)
+            self._end.synchronize()
+            return float(self._start.elapsed_time(self._end)) * 1e-3
+
+        replay.kept = kept  # type: ignore[attr-defined]
+        return replay
+
+    def scope(self) -> AbstractContextManager[object]:
+        """On the stream of the replays."""
+        return torch.cuda.stream(self.stream)
+
+
+class WallTimer:
+    """The host's clock, for a CPU and for tests of the benchmark itself."""
+
+    def prepare(self, work: Callable[[], object]) -> Callable[[], float]:
+        """Runs the work itself."""
+
+        def run() -> float:
+            began = perf_counter()
+            work()
+            return max(perf_counter() - began, 1e-9)
+
+        return run
+
+    def scope(self) -> AbstractContextManager[object]:
+        """Anywhere."""
+        return nullcontext()
+
+
+def median_of_cycles(
+    replay: Callable[[], float],
+    rounds: int,
+    *,
+    begin: Callable[[], None],
+    between: Callable[[], None],
+    repeats: int,
+    seconds: float,
+) -> float:
+    """Seconds of one replay: the median over cycles of the mean over the rounds of a cycle.
+
+    Args:
+        replay: does the work and gives its seconds.
+        rounds: of a cycle.
+        begin: before each cycle, not timed.
+        between: after each replay, not timed.
+        repeats: cycles at most; at least three are made.
+        seconds: no further cycle starts after these.
+    """
+    means: list[float] = []
+    began = perf_counter()
+    while len(means) < repeats and (len(means) < 3 or perf_counter() - began < seconds):
+        begin()
+        times = []
+        for _ in range(rounds):
+            times.append(replay())
+            between()
+        means.append(statistics.mean(times))
+    return statistics.median(means)
+
+
+def copy_bandwidth(size: int = 2 << 30) -> float:
+    """Bytes read and written per second by a large copy, made by a kernel: a captured copy goes to a copy engine."""
+    source = torch.randn(size // 4, device="cuda")
+    target = torch.empty_like(source)
+    replay = GraphTimer().prepare(lambda: torch.mul(source, 1.0, out=target))
+    return 2 * size / statistics.median(replay() for _ in range(7))
