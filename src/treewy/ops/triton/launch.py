@@ -30,12 +30,12 @@ class Cut(NamedTuple):
     """Most registers of a thread; None leaves it to the compiler."""
 
 
-def cut(dims: GDNDims, rows: int, capacity: int) -> Cut:
-    """The cut for windows of `rows` rows: at most 16384 elements of the state at a time."""
+def cut(dims: GDNDims, rows: int, capacity: int, state_dtype: torch.dtype) -> Cut:
+    """The cut for windows of `rows` rows: about 16 KiB of the state at a time."""
     block_t, block_p = (max(16, triton.next_power_of_2(size)) for size in (rows, capacity))
-    block_k = min(dims.head_k_dim, max(16, 16384 // dims.head_v_dim))
-    small = dims.head_v_dim * max(block_k, block_t, block_p) <= 4096
-    return Cut(block_t, block_p, block_k, 4 if small else 8)
+    block_k = min(dims.head_k_dim, max(16, 16384 // (dims.head_v_dim * state_dtype.itemsize)))
+    warps = 4 if dims.head_v_dim <= 128 and max(block_t, block_p) == 16 else 8
+    return Cut(block_t, block_p, block_k, warps)
 
 
 def verify(
@@ -112,7 +112,7 @@ def verify_mixed(
             raise ValueError(
                 f"z is {tuple(z.shape)} with strides {z.stride()}; it is {tuple(out.shape)}, heads adjacent"
             )
-    shape = shape or cut(dims, window.rows, state.capacity)
+    shape = shape or cut(dims, window.rows, state.capacity, state.checkpoint.dtype)
     verify_kernel[dims.num_v_heads, window.batch](
         queries.contiguous(), a, b, z, norm.weight if norm else out, out, state.checkpoint, state.keys, state.values,
         state.gates, state.end, state.pending, window.slots, window.requests, window.tree_rows, window.ancestors,
@@ -153,7 +153,8 @@ def fold(state: LayerState, slots: Tensor, requests: Tensor) -> None:
         return
     heads, dv, dk = state.checkpoint.shape[1:]
     key_heads, kept = state.keys.shape[2], state.conv.shape[1]
-    shape = cut(GDNDims(key_heads, heads, dk, dv, kept + 1), 1, state.capacity)
+    dims = GDNDims(key_heads, heads, dk, dv, kept + 1)
+    shape = cut(dims, 1, state.capacity, state.checkpoint.dtype)
     fold_kernel[heads, slots.numel()](
         state.checkpoint, state.keys, state.values, state.gates, state.end, state.pending, slots.contiguous(),
         requests.contiguous(), state.keys.shape[1], state.checkpoint.stride(0), KEY_EPS, H=key_heads, HV=heads, DK=dk,
