@@ -138,6 +138,18 @@ def test_no_requests_is_refused():
         RecurrentState(StateSpec(SMALL, 1, "deferred", 1, 0), 0)
 
 
+@pytest.mark.parametrize(
+    ("mode", "impl", "message"),
+    [
+        ("store_all", "triton", "impl is 'triton', but the mode store_all is there in torch only: choose another mode"),
+        ("deferred", "numpy", "impl is 'numpy'; it is one of torch, triton, cuda"),
+    ],
+)
+def test_an_implementation_that_there_is_not(mode, impl, message):
+    with pytest.raises(ValueError, match=message):
+        RecurrentState(StateSpec(SMALL, 1, mode, 1, 0), 1, impl=impl)
+
+
 # Load, read, fold
 
 

@@ -349,11 +349,20 @@ def test_defaults_come_from_the_generation_config():
         ({"draft_tree_budget": 8, "draw_drafts": True}, "draw_drafts needs draft_tree_widths"),
         ({"mamba_state_commit": "replay"}, "'replay'; it is one of store_all, reconstruct, deferred"),
         ({"drafter": "none", "history_rows": 0}, "history_rows is 0"),
+        ({"drafter": "none", "impl": "numpy"}, "impl is 'numpy'; it is one of torch, triton, cuda"),
     ],
 )
 def test_settings_that_cannot_be_served_are_refused(kwargs, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         SpeculativeDecoder(model_of("qwen3_5"), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("impl", "runs"), [(None, "torch"), ("torch", "torch"), ("triton", "triton"), ("cuda", "cuda")]
+)
+def test_kernels_run_where_they_are_asked_for_and_nowhere_else(impl, runs):
+    state = SpeculativeDecoder(model_of("qwen3_5"), "none", impl=impl).target(1).state
+    assert state.impl == runs
 
 
 @pytest.mark.parametrize(

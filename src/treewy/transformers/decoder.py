@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from treewy.acceptance import SamplingParams
 from treewy.drafting import Drafter, FixedWidths, NgramDrafter, NodeBudget, Request, TreeShape
 from treewy.generation import NoDrafter, Statistics, Step, Stop, decode, start
+from treewy.ops import Impl
 from treewy.state import CommitMode
 from treewy.transformers.draft_model import DraftModelDrafter
 from treewy.transformers.mtp import MTPDrafter, MTPHead
@@ -56,11 +57,12 @@ class SpeculativeDecoder:
             probable ones (False). Both are lossless; drawn ones are accepted more often. Default: draw where the shape
             is fixed; a best-first tree cannot be drawn.
         state_dtype: of the recurrent state; fp32, as transformers has it.
-        history_rows: rows of pending history in the mode "deferred".
+        history_rows: rows that may be pending in the mode "deferred".
+        impl: what runs the GDN layers of a window: None or "torch"; on a GPU the kernels "triton" or "cuda" too.
 
     Raises:
         ValueError: no GDN layer, no MTP head, widths or a budget that do not fit 64 rows, both shapes at once, an
-            unknown drafter.
+            unknown drafter or implementation.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class SpeculativeDecoder:
         draw_drafts: bool | None = None,
         state_dtype: torch.dtype = torch.float32,
         history_rows: int | None = None,
+        impl: Impl | None = None,
     ) -> None:
         if draft_tree_widths is not None and draft_tree_budget is not None:
             raise ValueError(
@@ -103,6 +106,7 @@ class SpeculativeDecoder:
         self.model = model
         self.mode: CommitMode = mamba_state_commit
         self._shape, self._state_dtype, self._history_rows = shape, state_dtype, history_rows
+        self._impl: Impl = impl or "torch"
         self.target(1)  # refuses what it cannot serve, before anything is loaded
         self.drafter: Drafter
         if drafter == "mtp":
@@ -138,6 +142,7 @@ class SpeculativeDecoder:
             mode=self.mode,
             state_dtype=self._state_dtype,
             history_rows=self._history_rows,
+            impl=self._impl,
         )
 
     def run(

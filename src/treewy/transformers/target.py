@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from treewy.generation import TargetOutput
-from treewy.ops import Window
+from treewy.ops import DeviceWindow, Impl, Window
 from treewy.state import CommitMode, RecurrentState, StateSpec
 from treewy.transformers.kv import TreeKV
 from treewy.transformers.layers import GDNLayer
@@ -37,6 +37,7 @@ class HFTarget:
         mode: `mamba_state_commit`.
         state_dtype: of the recurrent state; transformers itself keeps it in fp32.
         history_rows: as in `StateSpec`.
+        impl: what runs the GDN layers in a window, as in `RecurrentState`.
         need_gdn: refuse a model without GDN layers.
 
     Raises:
@@ -54,6 +55,7 @@ class HFTarget:
         mode: CommitMode = "deferred",
         state_dtype: torch.dtype = torch.float32,
         history_rows: int | None = None,
+        impl: Impl = "torch",
         need_gdn: bool = True,
     ) -> None:
         self.model = model
@@ -98,11 +100,11 @@ class HFTarget:
                 input_dtype=model.dtype,
                 history_rows=history_rows,
             )
-            self.state = RecurrentState(spec, num_requests, device)
+            self.state = RecurrentState(spec, num_requests, device, impl)
         self.committed: list[list[int]] = [[] for _ in range(num_requests)]
         """Tokens of each request that its state holds."""
-        self._window: Window | None = None
-        self._verified: Window | None = None
+        self._window: Window | DeviceWindow | None = None
+        self._verified: Window | DeviceWindow | None = None
         self._tokens: list[list[int]] = []
         self._requests: list[int] = []
         self._attached = False
