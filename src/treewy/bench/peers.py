@@ -27,6 +27,7 @@ from torch import Tensor
 
 from treewy.bench.floors import fill_cycle, ring_row_bytes, state_bytes, store_all_bytes
 from treewy.bench.workload import NORM_EPS, PENDING, Inputs, Setting, Subject
+from treewy.tree import DraftTree
 
 
 @lru_cache
@@ -165,7 +166,7 @@ class _Vllm(Peer):
 
     def commit(self) -> None:
         """The next verify starts from the accepted row's slot."""
-        self.num_accepted.fill_(len(self.setting.path))
+        self.num_accepted.fill_(len(self.path))
 
     def mixed_of(self, layer: int) -> Tensor:
         """Through vLLM's convolution where that is part of the work."""
@@ -226,6 +227,11 @@ class VllmStoreAllTriton(_Vllm):
     impl = "vllm store_all triton"
     needs = (f"{_VLLM_OPS}.fused_sigmoid_gating", "fused_sigmoid_gating_delta_rule_update")
     rows = (4, 15, 40)
+
+    @property
+    def tree(self) -> DraftTree:
+        """A chain, whatever the setting's."""
+        return DraftTree.chain(self.setting.rows - 1)
 
     def verify(self) -> list[Tensor]:
         """Two launches a layer, and copies of q, k and v that the function makes."""

@@ -175,6 +175,16 @@ class Subject:
         return state_bytes(setting.dims, setting.state_dtype)
 
     @property
+    def tree(self) -> DraftTree:
+        """Of every request."""
+        return self.setting.tree
+
+    @property
+    def path(self) -> tuple[int, ...]:
+        """Rows that a round accepts."""
+        return self.tree.path(self.setting.rows - 1)[:ACCEPTED]
+
+    @property
     def rounds(self) -> int:
         """Of a cycle."""
         return 1
@@ -203,7 +213,7 @@ class Subject:
         raise NotImplementedError
 
     def commit(self) -> None:
-        """Accepts `setting.path` of every request in all layers."""
+        """Accepts `path` of every request in all layers."""
 
     def between(self) -> None:
         """After a round, before the next verify."""
@@ -366,20 +376,19 @@ class Oracle:
     """One request in float64: the walk over the tree.
 
     Args:
-        setting: whose tree and dimensions.
-        weights: of the layer.
+        subject: whose tree, path and weights.
         state: [HV, dv, dk].
         conv: [width - 1, C].
     """
 
-    def __init__(self, setting: Setting, weights: Weights, state: Tensor, conv: Tensor) -> None:
-        self._setting, self._weights = setting, weights
+    def __init__(self, subject: Subject, state: Tensor, conv: Tensor) -> None:
+        self._setting, self._weights = subject.setting, subject.inputs.weights
+        self._parents, self._path = subject.tree.parents, subject.path
         self._state, self._conv = state.double(), conv.double()
 
     def verify(self, x: Tensor, a: Tensor, b: Tensor, z: Tensor | None) -> Tensor:
         """[T, HV, dv] outputs of a window; with z the gated norm follows."""
-        dims, weights = self._setting.dims, self._weights
-        parents = self._setting.tree.parents
+        dims, weights, parents = self._setting.dims, self._weights, self._parents
         self._x = mixed = x.double()
         if self._setting.with_conv:
             mixed = ref.causal_conv(mixed, self._conv, weights.conv.double(), parents)
@@ -397,10 +406,9 @@ class Oracle:
         return out if z is None else ref.gated_rms_norm(out, z.double(), weights.norm.double(), NORM_EPS)
 
     def commit(self) -> None:
-        """Accepts the setting's path."""
-        path = self._setting.path
-        self._state = self._states[path[-1]]
-        self._conv = ref.committed_inputs(self._x, self._conv, path)
+        """Accepts the path."""
+        self._state = self._states[self._path[-1]]
+        self._conv = ref.committed_inputs(self._x, self._conv, self._path)
 
 
 def output_error(subject: Subject, rounds: int) -> float:
@@ -412,7 +420,7 @@ def output_error(subject: Subject, rounds: int) -> float:
     states = states.to(setting.state_dtype)
     conv = torch.randn(*shape, dims.conv_width - 1, dims.conv_dim, device=subject.device).bfloat16()
     subject.load(states, conv)
-    oracles = [Oracle(setting, inputs.weights, *pair) for pair in zip(states[0], conv[0], strict=True)]
+    oracles = [Oracle(subject, *pair) for pair in zip(states[0], conv[0], strict=True)]
     worst = 0.0
     for _ in range(rounds):
         inputs.draw()
