@@ -5,6 +5,7 @@ Without a CUDA device they run in Triton's interpreter, on sizes of 16, the smal
 """
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -198,6 +199,57 @@ def test_scattered_paths_join_the_history_in_order():
         pair.round([tree, tree], [1, 0], [(0, 2, 5), (0, 2, 5, 6)])
 
 
+@pytest.mark.parametrize("end", [11, 13])
+def test_scattered_paths_move_together_over_the_end_of_the_ring(end):
+    """Six rows, more than the kernel has under way at a time, whose places are sources of rows further down."""
+    pair = Pair(requests=1, rows=11, depth=6, layers=2, history=8)
+    pair.start_at(end)
+    tree = DraftTree((-1, 0, 0, 2, 2, 4, 4, 6, 6, 8, 8))
+    for path in ((0, 2, 4, 6, 8, 10), (0, 2, 4, 6, 7), (0, 2, 3), (0, 1)):
+        pair.round([tree], [0], [path])
+
+
+def test_windows_go_round_the_ring():
+    pair = Pair(requests=2, rows=3, depth=2, history=4)
+    ends = []
+    for seed in range(5):
+        random_rounds(pair, 2, seed)
+        ends.append(pair.triton.tensors["end"].flatten().tolist())
+    assert any(later < sooner for before, after in pairwise(ends) for sooner, later in zip(before, after, strict=True))
+
+
+def test_plain_decoding():
+    pair = Pair(requests=3, rows=1, depth=0, history=3)
+    for _ in range(8):  # folds twice, and goes round the ring of four
+        pair.round([DraftTree.chain(0)] * 3, [2, 0, 1], [(0,)] * 3)
+
+
+@pytest.mark.parametrize(("folded_before", "left"), [(0, [0, 2]), (2, [0, 0])])
+def test_each_head_folds_where_its_own_rows_leave_no_room(folded_before, left):
+    """The second head has folded some of what the first has pending, as a launch that was cut short leaves it."""
+    pair = Pair(requests=1, rows=4, depth=3, history=5)
+    where = torch.tensor([0], device=DEVICE)
+    for accepted in (3, 2 - folded_before):
+        if accepted:
+            pair.round([DraftTree.chain(1 if accepted == 2 else 3)], [0], [tuple(range(accepted))])
+        if accepted == 3:
+            for side in (pair.torch, pair.triton):
+                layer = side._layers[0]
+                layer.checkpoint[0, 1] = ops.folded_state(layer, where, where)[0, 1]
+                layer.pending[0, 1] = 0
+    assert pair.triton.tensors["pending"].tolist() == [[[5 - folded_before, 2 - folded_before]]]
+    trees = TreeBatch.of([DraftTree.chain(2)], rows=4, device=DEVICE)
+    pair.window.update(trees, where, where)
+    x, a, b = (tensor[0] for tensor in pair.inputs_of())
+    expected = pair.torch.verify(0, pair.torch.plan(trees, where), x, a, b, pair.params)
+    pair.close(kernels.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False), expected)
+    assert pair.triton.tensors["pending"].tolist() == [[left]]
+    for side, implementation in ((pair.torch, ops), (pair.triton, kernels)):
+        implementation.fold(side._layers[0], where, where)
+    assert not pair.triton.tensors["pending"].any()
+    pair.close(pair.triton.tensors["checkpoint"], pair.torch.tensors["checkpoint"])
+
+
 @pytest.mark.parametrize(("key_heads", "value_heads"), [(1, 1), (2, 2), (1, 3), (2, 8), (1, 8)])
 def test_heads_that_share_keys(key_heads, value_heads):
     random_rounds(Pair(GDNDims(key_heads, value_heads, 16, 16), requests=2, rows=5, depth=4, history=6), 2)
@@ -266,11 +318,13 @@ def test_any_parent_first_order_gives_the_same_nodes():
         torch.testing.assert_close(found, expected[:, order], rtol=1e-5, atol=1e-6)
 
 
-def test_the_gated_norm_is_that_of_the_reference():
-    pair = Pair(requests=2, rows=4, depth=3)
+@pytest.mark.parametrize("dv", [16, 256])
+def test_the_gated_norm_is_that_of_the_reference(dv):
+    """The mean over a head is taken in one launch however long the head is."""
+    pair = Pair(GDNDims(1, 2, 16, dv), requests=2, rows=4, depth=3)
     trees, where = TreeBatch.of([DraftTree((-1, 0, 0))], rows=4, device=DEVICE), torch.tensor([1], device=DEVICE)
     x, a, b = (tensor[0] for tensor in pair.inputs_of())
-    z, weight = torch.randn(2, 4, 2, 16, device=DEVICE), torch.randn(16, device=DEVICE)
+    z, weight = torch.randn(2, 4, 2, dv, device=DEVICE), torch.randn(dv, device=DEVICE)
     pair.window.update(trees, where, where)
     plain = kernels.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False)
     normed = kernels.verify(
@@ -295,6 +349,75 @@ def test_the_same_window_again_gives_the_same():
     pair.close(second, first)
 
 
+def test_another_window_may_take_the_place_of_one_that_waits():
+    pair = Pair(requests=1, rows=4, depth=3, history=8)
+    pair.round([DraftTree.chain(3)], [0], [(0, 1, 2)])
+    where = torch.tensor([0], device=DEVICE)
+    pair.window.update(TreeBatch.of([DraftTree((-1, 0, 0, 1))], device=DEVICE), where, where)
+    x, a, b = (tensor[0] for tensor in pair.inputs_of())
+    kernels.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False)
+    pair.round([DraftTree.chain(1)], [0], [(0, 1)])
+
+
+def test_inputs_may_be_slices_of_wider_rows():
+    """As an engine has them: all tokens of a batch in one dimension, and one projection for x, z, a and b."""
+    pair = Pair(requests=2, rows=3, depth=2, history=4)
+    trees = TreeBatch.of([DraftTree.chain(2), DraftTree((-1, 0))], rows=3, device=DEVICE)
+    where = torch.tensor([1, 0], device=DEVICE)
+    pair.window.update(trees, where, where)
+    C, heads, dv = pair.dims.conv_dim, pair.dims.num_v_heads, pair.dims.head_v_dim
+    x, z, a, b = (
+        part.unflatten(0, (2, 3))
+        for part in torch.randn(6, C + heads * dv + 2 * heads + 5, device=DEVICE)[:, 5:].split(
+            [C, heads * dv, heads, heads], dim=1
+        )
+    )
+    z, weight = z.unflatten(2, (heads, dv)), torch.ones(dv, device=DEVICE)
+    outputs = []
+    for views in ((x, a, b, z), tuple(tensor.contiguous() for tensor in (x, a, b, z))):
+        *inputs, gate = views
+        norm = GatedNorm(gate, weight)
+        layer = pair.triton._layers[0]
+        outputs.append(kernels.verify(layer, pair.window, *inputs, pair.params, fold_always=False, norm=norm))
+        assert torch.equal(layer.window_inputs[where, :2], x[:, :2])
+    assert torch.equal(*outputs)
+
+
+def walked(pair, x, a, b, parents, params, dtype=torch.float64):
+    """Outputs of request 0 by the walk, from the rows that the last verify has left in the ring."""
+    q = kernels.convolve(pair.triton._layers[0], pair.window, x, params)[0]
+    k, v = pair.rows_of(len(parents))
+    state = pair.torch._layers[0].checkpoint[0]
+    q, k, v, a, b, S = (tensor.cpu().to(dtype) for tensor in (q, k, v, a[0], b[0], state))
+    none = torch.zeros(params.dims.num_v_heads, dtype=dtype)
+    out, _ = reference.walk(
+        S, reference.l2_normalize(q) * 16**-0.5, reference.l2_normalize(k), v, reference.log_decay(a, none, none),
+        reference.write_strength(b, params.beta_scale), parents,
+    )  # fmt: skip
+    return out.double()
+
+
+def test_equal_keys_and_negative_eigenvalues():
+    """64 reflections at one key: the inverse has entries of size 2, powers of the interaction would have huge ones."""
+    rows = 64
+    pair = Pair(GDNDims(1, 1, 16, 16), requests=1, rows=rows, depth=rows - 1, history=rows)
+    params = pair.params._replace(
+        neg_A=torch.tensor([-1.0], device=DEVICE), dt_bias=torch.tensor([0.0], device=DEVICE), beta_scale=2.0
+    )
+    where = torch.tensor([0], device=DEVICE)
+    chain = DraftTree.chain(rows - 1)
+    pair.window.update(TreeBatch.of([chain], device=DEVICE), where, where)
+    x, a, b = (tensor[0] for tensor in pair.inputs_of())
+    x[:, :, 16:32] = x[:, :1, 16:32]
+    a.fill_(-7.0)  # log decay near -0.001
+    b.fill_(10.0)
+    pair.triton._layers[0].conv[0, :, 16:32] = x[0, 0, 16:32]
+    found = kernels.verify(pair.triton._layers[0], pair.window, x, a, b, params, fold_always=False).cpu()[0]
+    expected = walked(pair, x, a, b, chain.parents, params)
+    row_by_row = walked(pair, x, a, b, chain.parents, params, torch.float32)
+    assert (found - expected).norm() < 2 * (row_by_row - expected).norm()
+
+
 def test_a_strong_decay_above_leaves_the_digits_of_a_weak_one():
     dims, rows = GDNDims(1, 1, 16, 16), 64
     pair = Pair(dims, requests=1, rows=rows, depth=rows - 1, history=rows)
@@ -306,17 +429,7 @@ def test_a_strong_decay_above_leaves_the_digits_of_a_weak_one():
     a[:, 40:] = -4.6  # log decay near -0.01 after 40 rows of -20
     layer = pair.triton._layers[0]
     found = kernels.verify(layer, pair.window, x, a, b, params, fold_always=False).cpu().double()[0]
-    q = kernels.convolve(layer, pair.window, x, params).cpu().double()[0]
-    k, v = pair.rows_of(rows)
-    expected, _ = reference.walk(
-        pair.torch._layers[0].checkpoint[0].cpu().double(),
-        reference.l2_normalize(q) * 16**-0.5,
-        reference.l2_normalize(k),
-        v,
-        reference.log_decay(a[0].cpu().double(), torch.zeros(1).double(), torch.zeros(1).double()),
-        reference.write_strength(b[0].cpu().double()),
-        DraftTree.chain(rows - 1).parents,
-    )
+    expected = walked(pair, x, a, b, DraftTree.chain(rows - 1).parents, params)
     assert found.isfinite().all()
     assert float((found - expected).norm() / expected.norm()) < 2e-6
 

@@ -172,7 +172,9 @@ def verify_kernel(
     related = ((masks[None, :] >> bit[:, None]) & 1) != 0  # [i, t]: i is an ancestor of t, or t
     below = ((masks[:, None] >> bit[None, :]) & 1) != 0  # [i, m]: m is an ancestor of i, or i
     ratio, from_state = path_decays(related, below, decay)
-    inverse = inverse_of(tl.where(t[:, None] < t[None, :], ratio * k_by_k, 0.0) * (strength * k_scale)[None, :], rows, BLOCK_T)
+    inverse = inverse_of(
+        tl.where(t[:, None] < t[None, :], ratio * k_by_k, 0.0) * (strength * k_scale)[None, :], rows, BLOCK_T
+    )
     p_value = p_values + (at * HV + head) * DV
     b_v = tl.load(p_value[None, :] + dv[:, None], mask=valid[None, :], other=0.0).to(tl.float32)
     w = dot(strength[None, :] * (b_v - (from_state * k_scale)[None, :] * k_read), inverse)

@@ -119,8 +119,8 @@ def verify_mixed(
         window.longest, params.neg_A, params.dt_bias, window.rows, state.keys.shape[1], state.capacity, a.stride(0),
         a.stride(1), b.stride(0), b.stride(1), z.stride(0), z.stride(1), state.checkpoint.stride(0),
         float(params.beta_scale), KEY_EPS, float(norm.eps if norm else 0.0), H=dims.num_k_heads, HV=dims.num_v_heads,
-        DK=dims.head_k_dim, DV=dims.head_v_dim, BLOCK_T=shape.block_t, BLOCK_P=shape.block_p,
-        BLOCK_K=shape.block_k, FOLD_ALWAYS=fold_always, NORM=norm is not None, num_warps=shape.warps, maxnreg=shape.registers,
+        DK=dims.head_k_dim, DV=dims.head_v_dim, BLOCK_T=shape.block_t, BLOCK_P=shape.block_p, BLOCK_K=shape.block_k,
+        FOLD_ALWAYS=fold_always, NORM=norm is not None, num_warps=shape.warps, maxnreg=shape.registers,
     )  # fmt: skip
     return out
 
