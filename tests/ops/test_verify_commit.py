@@ -414,15 +414,16 @@ def test_the_gated_norm_is_that_of_the_reference(mode):
 
 
 def test_outputs_are_rounded_after_the_norm_and_not_before():
-    params, g = Layer.random().params(torch.float32), torch.Generator().manual_seed(0)
+    """bf16 inputs: of 36 outputs all but a tie are the exact ones rounded once."""
+    layer, g = Layer.random().to(torch.float32), torch.Generator().manual_seed(0)
     inputs, z, weight = random_inputs(SMALL, 1, 6, g, torch.bfloat16), normal(g, 1, 6, 2, 3), normal(g, 3)
     state = new_state(SMALL, "deferred", dtype=torch.float32, inputs=torch.bfloat16)
     window = state.plan(batch_of([CHAIN(5)]), torch.tensor([0]))
-    rounded = state.verify(0, window, *inputs, params)
-    normed = state.verify(0, window, *inputs, params, norm=ops.GatedNorm(z, weight))
-    too_late = ref.gated_rms_norm(rounded.double(), z, weight).bfloat16()
-    assert error(normed, too_late) < 2e-2
-    assert not torch.equal(normed, too_late)
+    normed = state.verify(0, window, *inputs, layer.params(torch.float32), norm=ops.GatedNorm(z, weight))
+    oracle, parents = Oracle(layer), CHAIN(5).parents
+    x, a, b = (tensor[0].double() for tensor in inputs)
+    out, _ = ref.walk(oracle.state, *layer.rows(x, a, b, oracle.conv, parents, torch.bfloat16), parents)
+    assert int((normed[0] != ref.gated_rms_norm(out, z[0], weight).bfloat16()).sum()) <= 1
 
 
 # Order, batch and heads
