@@ -1,4 +1,4 @@
-"""The command line: `treewy generate`."""
+"""The command line: `treewy generate`, `treewy bench kernels`."""
 
 import json
 import platform
@@ -40,6 +40,7 @@ MAX_DRAFT_NODES = 63  # of a window; `treewy.tree` would tell, but loads torch
 CommitMode = Literal["store_all", "reconstruct", "deferred"]
 DrafterName = Literal["mtp", "ngram", "model"]
 
+EXIT_FAILED = 1
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 
@@ -50,6 +51,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+bench = typer.Typer(help="Measure this package on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
 
 
 class Refusal(Exception):
@@ -181,6 +184,51 @@ def generate(
                 Console().print(table)
         if report.interrupted:
             raise KeyboardInterrupt
+
+
+@bench.command("kernels", no_args_is_help=False)
+def bench_kernels(
+    output: Annotated[
+        Path | None, typer.Argument(metavar="[OUTPUT]", help="JSON file for the results, kept up to date as it runs.")
+    ] = None,
+    show: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Time nothing: show the results of an earlier run.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figure, such as kernels.png.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Three tables at batch 1 and 64.")] = False,
+    table: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="Only this table: chain, conv, trees, decode, peers, fp32 or heads; may be repeated."
+        ),
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Only this many requests; may be repeated.")] = None,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Leave out implementations whose name begins so; may be repeated."),
+    ] = None,
+    budget_seconds: Annotated[float, typer.Option(help="Start nothing further after this time.")] = 300.0,
+    workers: Annotated[int | None, typer.Option(help="Processes that compile. Default: cores less two.")] = None,
+) -> None:
+    """Time the kernels of a GDN layer beside those of vLLM, SGLang and FlashInfer, where these are installed."""
+    with _exit_codes():
+        if output is not None and show is not None:
+            raise Refusal(f"both {output} and --show {show} were given; give one of them")
+        try:
+            from treewy.bench import command
+        except ModuleNotFoundError as error:
+            raise Refusal(f"{error}; bench needs the extra: pip install 'treewy[bench]'") from error
+        with _refusals():
+            if show is not None:
+                results = command.read(show)
+            else:
+                results = command.measure(
+                    output, table or [], batch or [], skip or [], Console(stderr=True), quick=quick,
+                    budget_seconds=budget_seconds, workers=workers,
+                )  # fmt: skip
+            command.show(results, Console(), plot)
+        if command.failed(results):
+            raise typer.Exit(EXIT_FAILED)
 
 
 def _stream(report: "Report", stream: "TextStream", write: Callable[[str], None]) -> None:
