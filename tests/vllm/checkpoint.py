@@ -22,13 +22,19 @@ def write_checkpoint(
     *,
     noise: float = 0.3,
     hidden: int = 128,
-    key_heads: int = 2,
-    value_heads: int = 4,
+    key_heads: int = 1,
+    value_heads: int = 2,
     head_dim: int = 64,
+    attention_heads: int = 2,
+    attention_dim: int = 256,
     state_dtype: str = "float32",
     seed: int = 0,
 ) -> Path:
-    """Writes a checkpoint of 4 layers, 3 of them GDN, with a tokenizer that knows t4 … t127."""
+    """Writes a checkpoint of 4 layers, 3 of them GDN, with a tokenizer that knows t4 … t127.
+
+    Blocks of vLLM hold at least as many tokens as make the attention layer's share as large as a recurrent state: the wide
+    attention heads and the few small states here allow blocks of 32 tokens.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     layers = ["linear_attention"] * 3 + ["full_attention"]
     config = {
@@ -38,9 +44,9 @@ def write_checkpoint(
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
         "num_hidden_layers": len(layers),
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 64,
+        "num_attention_heads": attention_heads,
+        "num_key_value_heads": attention_heads,
+        "head_dim": attention_dim,
         "hidden_act": "silu",
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6,
@@ -74,13 +80,15 @@ def write_checkpoint(
     key_dim, value_dim = key_heads * head_dim, value_heads * head_dim
     tensors: dict[str, torch.Tensor] = {}
 
+    width = attention_heads * attention_dim
+
     def attention(prefix: str, loud: float) -> None:
-        tensors[prefix + "q_proj.weight"] = draw(2 * 2 * 64, hidden, scale=0.2)
-        tensors[prefix + "k_proj.weight"] = draw(64, hidden, scale=0.2)
-        tensors[prefix + "v_proj.weight"] = draw(64, hidden)
-        tensors[prefix + "o_proj.weight"] = draw(hidden, 2 * 64, scale=loud)
-        tensors[prefix + "q_norm.weight"] = torch.zeros(64)
-        tensors[prefix + "k_norm.weight"] = torch.zeros(64)
+        tensors[prefix + "q_proj.weight"] = draw(2 * width, hidden, scale=0.2)
+        tensors[prefix + "k_proj.weight"] = draw(width, hidden, scale=0.2)
+        tensors[prefix + "v_proj.weight"] = draw(width, hidden)
+        tensors[prefix + "o_proj.weight"] = draw(hidden, width, scale=loud)
+        tensors[prefix + "q_norm.weight"] = torch.zeros(attention_dim)
+        tensors[prefix + "k_norm.weight"] = torch.zeros(attention_dim)
 
     def mlp(prefix: str, loud: float) -> None:
         tensors[prefix + "gate_proj.weight"] = draw(2 * hidden, hidden)

@@ -166,6 +166,12 @@ class GatedDeltaNetLayer(QwenGatedDeltaNetAttention):  # type: ignore[misc]
         )
         round.scatter(rows, out)
 
+    def _fold(self, slots: Tensor, requests: Tensor) -> None:
+        if self.impl == "torch":  # which takes no padding
+            real = slots >= 0
+            slots, requests = slots[real], requests[real]
+        ops.fold(self.state, slots, requests, impl=self.impl)
+
     def _engine_rows(
         self, metadata: TreeWYMetadata, mixed_qkv: Tensor, b: Tensor, a: Tensor, z: Tensor | None, out: Tensor
     ) -> None:
@@ -175,7 +181,7 @@ class GatedDeltaNetLayer(QwenGatedDeltaNetAttention):  # type: ignore[misc]
             return
         assert metadata.engine_slots is not None
         assert metadata.engine_requests is not None
-        ops.fold(self.state, metadata.engine_slots, metadata.engine_requests, impl=self.impl)
+        self._fold(metadata.engine_slots, metadata.engine_requests)
         tokens = metadata.non_spec_token_indx if metadata.round is not None else None
         count = engine.num_actual_tokens
         if tokens is None:

@@ -35,8 +35,10 @@ class Round:
     block_table: Tensor
     """[B, columns] blocks of each request."""
     block_size: int
-    crosses: bool
-    """Whether a window may reach the end of a block (never without prefix caching)."""
+    may_fill: bool
+    """Whether accepted rows may reach the end of a block; never without prefix caching."""
+    most: int
+    """T."""
     tokens: Tensor | None
     """[B, T] token of each row, clipped past the end of a window; None where tokens are the rows, in order."""
     places: Tensor | None
@@ -180,11 +182,20 @@ class TreeWYMetadataBuilder(GDNAttentionMetadataBuilder):  # type: ignore[misc]
             committed=committed.clone(),
             block_table=batch.block_table_tensor[where],
             block_size=self.kv_cache_spec.block_size,
-            crosses=self.vllm_config.cache_config.mamba_cache_mode == "align",
+            may_fill=self._may_fill(batch.seq_lens_cpu_upper_bound[chosen], rows_cpu),
+            most=most,
             tokens=tokens,
             places=places,
             owners=owners,
         )
+
+    def _may_fill(self, seq_lens: Tensor, rows: Tensor) -> bool:
+        """Asked on the host, which may be two windows ahead of the device: rather too often than not often enough."""
+        if self.vllm_config.cache_config.mamba_cache_mode != "align":
+            return False
+        size = self.kv_cache_spec.block_size
+        behind = (seq_lens - rows - 2 * (self.num_spec + 1)).clamp(min=0)
+        return bool((seq_lens // size > behind // size).any())
 
     def _plan(self, rows: Tensor, slots: Tensor, requests: Tensor, most: int) -> Window | DeviceWindow:
         layer = self.layers[0]

@@ -11,6 +11,7 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from treewy import ops
 from treewy.vllm.layer import GatedDeltaNetLayer
 from treewy.vllm.metadata import Round, TreeWYMetadata
+from treewy.vllm.prefix_cache import full_blocks, inputs_at_end, publish
 
 
 class TreeWYModelState(MambaHybridModelState):  # type: ignore[misc]
@@ -64,9 +65,15 @@ class TreeWYModelState(MambaHybridModelState):  # type: ignore[misc]
 
 
 def _commit(round: Round, layers: list[GatedDeltaNetLayer], num_computed_tokens: Tensor) -> None:
+    impl = layers[0].impl
     committed = num_computed_tokens[round.requests.clamp(min=0)]
     accepted = torch.where(round.slots >= 0, committed - round.committed, 1)
-    most = layers[0].running.spec.max_rows
-    path = torch.arange(most, device=accepted.device).expand(accepted.shape[0], most)
+    path = torch.arange(round.most, device=accepted.device)
+    paths = path.expand(accepted.shape[0], -1)
+    full = full_blocks(round, accepted, impl=impl)
     for layer in layers:
-        ops.commit(layer.state, round.window, path, accepted)
+        state = layer.state
+        inputs = None if full is None else inputs_at_end(state, full, path)
+        ops.commit(state, round.window, paths, accepted)
+        if full is not None and inputs is not None:
+            publish(state, full, inputs, impl=impl)

@@ -1,0 +1,10 @@
+"""Engines for the tests, in this process: vLLM for CPUs with model runner V2, whose kernels Triton interprets."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -1,0 +1,205 @@
+"""A vLLM engine inside the test's process, and an oracle for what it writes.
+
+The oracle is the same checkpoint in transformers, in fp32, without a cache: for every token that an engine emitted it
+gives how far below the best token's logit that token's was, given all tokens before. An engine in bf16 may pick the second
+of two nearly equal tokens; after a fault in the bookkeeping of states it picks tokens that are far from the best.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MARGIN = 0.35
+"""Of logits, whose spread between tokens is about 1: what bf16 activations may move (test_oracle measures it)."""
+
+
+def prepare_vllm() -> None:
+    """torchvision's build for GPUs does not find its operators beside a CPU build of torch; the models import it."""
+    import torch.library
+
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+class Engine:
+    """One vLLM engine; `settings` are vLLM's."""
+
+    def __init__(self, checkpoint: Path, mode: str | None, draft_tokens: int = 3, **settings: Any) -> None:
+        prepare_vllm()
+        from vllm import LLM
+
+        arguments: dict[str, Any] = {
+            "model": str(checkpoint),
+            "dtype": "bfloat16",
+            "max_model_len": 1024,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 64,
+            "block_size": 32,
+            "enforce_eager": True,
+            "distributed_executor_backend": "uni",
+            "enable_prefix_caching": False,
+            "disable_log_stats": False,
+            "seed": 0,
+        }
+        if draft_tokens:
+            arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": draft_tokens}
+        if mode is not None:
+            arguments["additional_config"] = {"treewy": {"mamba_state_commit": mode}}
+        for name, value in settings.items():
+            if name == "treewy":
+                arguments["additional_config"] = {"treewy": {"mamba_state_commit": mode, **value}}
+            else:
+                arguments[name] = value
+        self.llm = LLM(**arguments)
+        self.engine = self.llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.runner = self.core.model_executor.driver_worker.worker.model_runner
+        self.emitted: dict[str, list[int]] = {}
+        self._count = 0
+
+    # Requests
+
+    def add(self, prompt: Sequence[int], tokens: int) -> str:
+        """Queues a greedy request; returns its name."""
+        from vllm import SamplingParams
+
+        self._count += 1
+        name = f"r{self._count}"
+        parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, parameters)
+        self.emitted[name] = []
+        return name
+
+    def step(self) -> list[str]:
+        """One step of the engine; returns the requests that ended."""
+        ended = []
+        for output in self.engine.step():
+            self.emitted[output.request_id] = list(output.outputs[0].token_ids)
+            if output.finished:
+                ended.append(output.request_id)
+        return ended
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request has not ended."""
+        return bool(self.engine.has_unfinished_requests())
+
+    def run(self) -> None:
+        """Steps until all requests have ended."""
+        while self.busy:
+            self.step()
+
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+        """Greedy continuations of all prompts, started together."""
+        names = [self.add(prompt, tokens) for prompt in prompts]
+        self.run()
+        return [self.emitted[name] for name in names]
+
+    # What there is to see
+
+    def drafts(self) -> tuple[int, int]:
+        """Windows verified and draft tokens accepted so far."""
+        counts = {m.name: getattr(m, "value", 0) for m in self.llm.get_metrics() if "spec_decode" in m.name}
+        return (
+            int(counts.get("vllm:spec_decode_num_drafts", 0)),
+            int(counts.get("vllm:spec_decode_num_accepted_tokens", 0)),
+        )
+
+    def preemptions(self) -> int:
+        """Requests that lost their blocks so far."""
+        return int(next(m.value for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions"))
+
+    def states(self) -> dict[str, tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
+        """Of every running request: committed tokens, and per GDN layer the state [HV, dv, dk] and convolution inputs."""
+        from treewy import ops
+
+        seen = {}
+        internal = {request.request_id: request for request in self.scheduler.running}
+        tables, layers = self.runner.block_tables, self.runner.model_state.layers
+        groups = self.runner.kv_cache_config.kv_cache_groups
+        align = self.runner.cache_config.mamba_cache_mode == "align"
+        for name in internal:
+            slot = self.runner.req_states.req_id_to_index.get(name)
+            if slot is None:
+                continue
+            tokens = int(self.runner.req_states.num_computed_tokens.gpu[slot])
+            checkpoints, inputs = [], []
+            for layer in layers.values():
+                group = next(i for i, group in enumerate(groups) if layer.prefix in group.layer_names)
+                column = int(self.runner.model_state._mamba_state_idx_gpu[slot]) if align else 0
+                block = tables.block_tables[group].gpu[slot, column].long()[None]
+                where = torch.tensor([slot])
+                checkpoints.append(ops.folded_state(layer.state, block, where)[0].float())
+                inputs.append(layer.state.conv[block[0]].float())
+            seen[name] = (tokens, checkpoints, inputs)
+        return seen
+
+    def stop(self) -> None:
+        """Frees what the engine holds; the process can start another."""
+        self.engine.engine_core.shutdown()
+        del self.llm, self.engine, self.core, self.scheduler, self.runner
+        gc.collect()
+
+
+@contextmanager
+def running(checkpoint: Path, mode: str | None, **settings: Any) -> Iterator[Engine]:
+    """An engine for the length of a block."""
+    engine = Engine(checkpoint, mode, **settings)
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+class Oracle:
+    """The checkpoint in transformers, in fp32."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def deficits(self, prompt: Sequence[int], emitted: Sequence[int]) -> torch.Tensor:
+        """[tokens] how far the logit of each emitted token is below the best one's."""
+        logits = self.model(torch.tensor([[*prompt, *emitted]])).logits[0, len(prompt) - 1 : -1]
+        return logits.amax(-1) - logits[torch.arange(len(emitted)), torch.tensor(emitted)]
+
+    @torch.no_grad()
+    def states(self, tokens: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Per GDN layer the state [HV, dv, dk] after these tokens, and the last convolution inputs [3, C]."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self.model.config)
+        self.model.model(input_ids=torch.tensor([list(tokens)]), past_key_values=cache, use_cache=True)
+        gdn = [
+            layer
+            for layer, kind in zip(cache.layers, self.model.config.layer_types, strict=True)
+            if kind == "linear_attention"
+        ]
+        return [g.recurrent_states[0][0].transpose(1, 2) for g in gdn], [g.conv_states[0][0].T[-3:] for g in gdn]
+
+    def check(self, prompt: Sequence[int], emitted: Sequence[int]) -> None:
+        """Fails where an emitted token is not the best one, nearly equal ones excepted."""
+        deficits = self.deficits(prompt, emitted)
+        worst = int(deficits.argmax())
+        assert deficits[worst] <= MARGIN, f"token {worst} of {len(emitted)} is {deficits[worst]:.2f} below the best one"
+
+
+@functools.cache
+def prompts(count: int, shortest: int, longest: int, seed: int = 0) -> tuple[tuple[int, ...], ...]:
+    """Random prompts of the tiny checkpoint's ordinary tokens."""
+    rng = random.Random(seed)
+    return tuple(
+        tuple(rng.randrange(4, 128) for _ in range(rng.randint(shortest, longest))) for _ in range(count)
+    )
