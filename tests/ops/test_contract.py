@@ -93,9 +93,9 @@ def test_inputs_in_another_dtype_than_the_state(unverified):
         unverified.verify(unverified.window, x=x)
 
 
-def test_a_window_larger_than_the_stash(unverified):
+def test_a_window_larger_than_the_state_has_room_for(unverified):
     window = unverified.plan([BUSHY], [0], rows=7)
-    with unverified.refuses("a window of 7 rows does not fit a stash of 6: truncate the trees or allocate more"):
+    with unverified.refuses("a window of 7 rows does not fit a state for 6: truncate the trees or allocate more"):
         unverified.verify(window)
 
 

@@ -392,7 +392,7 @@ def _check_window(
         )
     if length > max_rows:
         raise ValueError(
-            f"a window of {length} rows does not fit a stash of {max_rows}: truncate the trees or allocate more"
+            f"a window of {length} rows does not fit a state for {max_rows}: truncate the trees or allocate more"
         )
     planned, kept = window.trees.conv_ancestors.shape[2], state.conv.shape[1]
     if not planned == kept == dims.conv_width - 1:
