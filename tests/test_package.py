@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 # What the layers below the adapters may import from outside; all else is an undeclared or a misplaced dependency.
-OUTSIDE = {part: {"torch"} for part in CORE} | {"ops": {"torch", "triton"}, "__init__": set()}
+OUTSIDE = {part: {"torch"} for part in CORE} | {"ops": {"torch", "triton", "cuda"}, "__init__": set()}
 # Libraries that only their own adapter, and what sits on top of it, may import.
 OWNED = {"transformers": {"transformers"} | TOP, "vllm": {"vllm"} | TOP}
 
