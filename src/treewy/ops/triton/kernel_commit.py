@@ -6,6 +6,9 @@ or values that they gave. The rows of a chain are where they belong, so of a cha
 of the tree's, or for which there is no room, changes nothing and sets a bit in `errors`.
 """
 
+# mypy: disable-error-code="assignment"
+# Tuples grow in loops that are unrolled.
+
 from __future__ import annotations
 
 import triton

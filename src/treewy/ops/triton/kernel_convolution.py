@@ -8,12 +8,15 @@ differs between rows is scalar, so every load is a vector along the channels, an
 stored. Inputs that several rows meet come from memory once and from cache afterwards.
 """
 
+# mypy: disable-error-code="assignment, misc"
+# Tuples grow in loops that are unrolled.
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from treewy.ops.triton.tile import narrow, sigmoid
+from treewy.ops.triton.tile import narrow, silu
 
 
 @triton.jit(do_not_specialize=["batch", "T", "max_rows", "ring"])
@@ -58,43 +61,50 @@ def convolution_kernel(
         taps += (tl.load(p_taps + step * C + c, mask=in_layer, other=0.0),)
     if BIAS:
         bias = tl.load(p_bias + c, mask=in_layer, other=0.0)
-    inputs, outputs, valids, stash_rows, ring_rows = (), (), (), (), ()
-    for i in tl.static_range(ROWS):
-        token = (first + i).to(tl.int64)
-        place = token // T
-        t = (token % T).to(tl.int32)
+    inputs, outputs, valids = (), (), ()
+    first_rows, requests, counts, stash_rows, ring_rows = (), (), (), (), ()
+    place = (first // T).to(tl.int64)
+    t = first % T
+    for _ in tl.static_range(ROWS):
         in_batch = place < batch
+        token = place * T + t
         slot = tl.load(p_slots + place, mask=in_batch, other=-1).to(tl.int64)
         request = tl.load(p_requests + place, mask=in_batch, other=0).to(tl.int64)
         rows = tl.load(p_rows + place, mask=in_batch, other=0)
         valid = (slot >= 0) & (t < rows)
         end = tl.load(p_end + request, mask=valid, other=0)
-        if (tl.program_id(0) == 0) & valid & (t == 0):
-            tl.store(p_window_rows + request, rows)
-
         there = in_layer & valid
         p_request = p_x + place * x_stride
         p_committed = p_conv + slot * slot_stride
         b_x = tl.load(p_request + t * x_row + c, mask=there, other=0.0)
+        # Padding is loaded as zeros and gives zeros, so that nothing unwritten is handed on.
         total = b_x.to(tl.float32) * taps[0]
+        if BIAS:
+            total += tl.where(valid, bias, 0.0)
         for step in tl.static_range(KEPT):
             code = tl.load(p_conv_ancestors + token * KEPT + step, mask=in_batch, other=-1)
             p_met = tl.where(code >= 0, p_request + code * x_row, p_committed + (code + KEPT) * C)
             b_met = tl.load(p_met + c, mask=there, other=0.0)
             total += b_met.to(tl.float32) * taps[step + 1]
-        if BIAS:
-            total += bias
         inputs += (b_x,)
-        # Padding gives zeros, so that nothing unwritten is handed on.
-        outputs += (narrow(tl.where(there, total * sigmoid(total), 0.0), b_x.dtype),)
+        outputs += (narrow(silu(total), b_x.dtype),)
         valids += (valid,)
+        first_rows += (valid & (t == 0),)
+        requests += (request,)
+        counts += (rows,)
         stash_rows += (request * max_rows + t,)
-        ring_rows += (request * ring + (end + t) % ring,)
+        at = end + t
+        ring_rows += (request * ring + tl.where(at < ring, at, at - ring),)
+        t += 1
+        place = tl.where(t < T, place, place + 1)
+        t = tl.where(t < T, t, 0)
 
     for i in tl.static_range(ROWS):
-        token = (first + i).to(tl.int64)
+        token = first.to(tl.int64) + i
         there = in_layer & valids[i]
         tl.store(p_queries + token * KEY + c, outputs[i], mask=(c < KEY) & (token < batch * T))
         tl.store(p_keys + ring_rows[i] * KEY + (c - KEY), outputs[i], mask=there & (c >= KEY) & (c < 2 * KEY))
         tl.store(p_values + ring_rows[i] * VALUE + (c - 2 * KEY), outputs[i], mask=there & (c >= 2 * KEY))
         tl.store(p_window_inputs + stash_rows[i] * C + c, inputs[i], mask=there)
+        if (tl.program_id(0) == 0) & first_rows[i]:
+            tl.store(p_window_rows + requests[i], counts[i])

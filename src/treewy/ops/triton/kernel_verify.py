@@ -35,6 +35,7 @@ from treewy.ops.triton.tile import (
     path_decays,
     pending_rows,
     sigmoid,
+    silu,
     softplus,
 )
 
@@ -183,7 +184,7 @@ def verify_kernel(
         p_gate = p_z + place * z_stride + head * DV + dv[:, None] + t[None, :] * z_row
         gate = tl.load(p_gate, mask=valid[None, :], other=0.0).to(tl.float32)
         weight = tl.load(p_norm_weight + dv).to(tl.float32)
-        out *= tl.rsqrt(tl.sum(out * out, axis=0) / DV + norm_eps)[None, :] * weight[:, None] * gate * sigmoid(gate)
+        out *= tl.rsqrt(tl.sum(out * out, axis=0) / DV + norm_eps)[None, :] * weight[:, None] * silu(gate)
     # Padding gives zeros, also where the state is not finite.
     out = narrow(tl.where(valid[None, :], out, 0.0), p_out.dtype.element_ty)
     tl.store(p_out + out_offsets, out, mask=in_batch)

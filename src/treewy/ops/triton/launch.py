@@ -68,8 +68,9 @@ def convolve(state: LayerState, window: DeviceWindow, x: Tensor, params: GDNPara
     _check_layer(state, window, params, x)
     queries = x.new_empty(window.batch, window.rows, dims.num_k_heads, dims.head_k_dim)
     tokens = window.batch * window.rows
-    # A program of several rows reads the taps once for all; few rows are better spread over the device.
-    rows = min(4, triton.next_power_of_2(triton.cdiv(tokens, 128)))
+    # Few rows are spread over the device. Of many, a program takes two and a thread 16 channels, so that addresses and
+    # taps serve more products.
+    rows = 1 if tokens <= 128 else 2
     block_c = 512
     grid = (triton.cdiv(dims.conv_dim, block_c), triton.cdiv(tokens, rows))
     convolution_kernel[grid](
@@ -77,7 +78,7 @@ def convolve(state: LayerState, window: DeviceWindow, x: Tensor, params: GDNPara
         params.taps, params.conv_bias, window.slots, window.requests, window.tree_rows, window.conv_ancestors,
         window.batch, window.rows, state.window_inputs.shape[1], state.keys.shape[1], x.stride(0), x.stride(1),
         state.conv.stride(0), C=dims.conv_dim, KEY=dims.key_dim, WIDTH=dims.conv_width,
-        BIAS=params.conv_bias is not None, ROWS=rows, BLOCK_C=block_c, num_warps=2,
+        BIAS=params.conv_bias is not None, ROWS=rows, BLOCK_C=block_c, num_warps=2 // rows,
     )  # fmt: skip
     return queries
 

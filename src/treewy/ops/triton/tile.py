@@ -50,6 +50,12 @@ def sigmoid(x):
 
 
 @triton.jit
+def silu(x):
+    """x sigmoid(x). Below -88 exp(-x) is infinite and the quotient 0, as it should be."""
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
 def softplus(x):
     """log(1 + exp(x)), also where exp(x) is below the resolution of 1."""
     e = tl.exp(-tl.abs(x))
