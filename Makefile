@@ -8,7 +8,7 @@ WORKERS ?= 2
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup test lint format docs clean
+.PHONY: help demo setup test test-gpu lint format docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 18
@@ -41,6 +41,18 @@ format: $(VENV)/dev.stamp ## let ruff mend what it can
 
 test: lint ## set-up, lint, types, then all tests with coverage
 	$(ONE_THREAD) $(BIN)/pytest -n $(WORKERS) -m "not gpu" --cov --cov-report=term --cov-fail-under=95
+
+# With PYTHON itself, whose torch sees the device; a virtual environment of its own may bring another torch.
+GPU_TESTS := PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+test-gpu: ## all tests that need a CUDA device, then a small case under compute-sanitizer where that is installed
+	$(GPU_TESTS) tests
+	@if command -v compute-sanitizer > /dev/null; then \
+	  for tool in memcheck racecheck; do \
+	    echo "compute-sanitizer --tool $$tool"; \
+	    $(subst $(PYTHON),compute-sanitizer --tool $$tool --error-exitcode 9 $(PYTHON),$(GPU_TESTS)) \
+	      tests/bench/test_gpu.py -q -k "guard_slots and (deferred-4 or verify-15)" || exit 1; \
+	  done; \
+	else echo "compute-sanitizer is not on PATH: left out"; fi
 
 docs: $(VENV)/dev.stamp ## API reference from the docstrings, into build/docs
 	$(BIN)/pdoc --docformat google --math --output-directory build/docs treewy

@@ -49,7 +49,7 @@ CHAIN_CASES: tuple[Timed, ...] = ("verify", "deferred", "reconstruct")
 METHOD = " ".join((__doc__ or "").partition("Method. ")[2].split())
 CHECK_BATCH = 3
 REPEATS = 10
-SECONDS_A_MEASUREMENT = 0.4
+SECONDS_A_MEASUREMENT = 0.25
 
 What = Literal["verify", "round", "commit"]
 """What is timed of a subject: its verify, a whole round, or its commit."""
@@ -260,6 +260,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self._began = perf_counter()
+        self._where = provenance("triton", "vllm", "sglang", "flashinfer-python", "nvidia-cutlass-dsl")
 
     @property
     def seconds(self) -> float:
@@ -268,7 +269,7 @@ class Run:
 
     def results(self) -> Results:
         """What there is so far."""
-        where = provenance("triton", "vllm", "sglang", "flashinfer-python", "nvidia-cutlass-dsl")
+        where = self._where
         machine = Machine(**where["machine"])
         if self.device.type == "cuda":
             properties = torch.cuda.get_device_properties(self.device)

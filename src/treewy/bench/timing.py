@@ -40,8 +40,9 @@ class GraphTimer:
             self.stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             kept: list[object] = []
-            with torch.cuda.graph(graph, stream=self.stream):
-                kept.append(work())  # outputs live as long as the graph, so each layer writes to memory of its own
+            graph.capture_begin()  # `torch.cuda.graph` would collect all garbage first, hundreds of times
+            kept.append(work())  # outputs live as long as the graph, so each layer writes to memory of its own
+            graph.capture_end()
 
         def replay() -> float:
             with torch.cuda.stream(self.stream):
@@ -94,12 +95,12 @@ def median_of_cycles(
         rounds: of a cycle.
         begin: before each cycle, not timed.
         between: after each replay, not timed.
-        repeats: cycles at most; at least three are made.
+        repeats: replays to make; cycles are whole, and at least three.
         seconds: no further cycle starts after these.
     """
     means: list[float] = []
     began = perf_counter()
-    while len(means) < repeats and (len(means) < 3 or perf_counter() - began < seconds):
+    while len(means) < 3 or (len(means) * rounds < repeats and perf_counter() - began < seconds):
         begin()
         times = []
         for _ in range(rounds):
