@@ -43,7 +43,7 @@ test: lint ## set-up, lint, types, then all tests with coverage
 	$(ONE_THREAD) $(BIN)/pytest -n $(WORKERS) -m "not gpu" --cov --cov-report=term --cov-fail-under=95
 
 # With PYTHON itself, whose torch sees the device; a virtual environment of its own may bring another torch.
-GPU_TESTS := PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+GPU_TESTS := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -m gpu
 test-gpu: ## all tests that need a CUDA device, then a small case under compute-sanitizer where that is installed
 	$(GPU_TESTS) tests
 	@if command -v compute-sanitizer > /dev/null; then \

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import lzma
-import platform
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from tokenizers import Tokenizer
 
-import treewy
+from treewy.bench.provenance import provenance
 from treewy.model import MODEL_DIR
 
 DATA = Path(__file__).parent / "data"
@@ -60,17 +56,11 @@ def read(name: str) -> dict[str, Any]:
 def write(name: str, method: str, records: list[dict[str, Any]], earlier_command: str = "") -> None:
     """Writes `results/NAME.json` whole or not at all; `earlier_command` made the records that are kept."""
     command = " ".join(["python", *sys.argv])
+    where = provenance("transformers")
+    where["machine"]["cores"] = torch.get_num_threads()
     document = {
         "command": f"{earlier_command} && {command}" if earlier_command else command,
-        "date": datetime.date.today().isoformat(),
-        "machine": {"cpu": _cpu(), "cores": torch.get_num_threads(), "gpu": _gpu()},
-        "versions": {
-            "treewy": treewy.__version__,
-            "commit": _commit(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        **where,
         "method": method,
         "records": records,
     }
@@ -80,20 +70,3 @@ def write(name: str, method: str, records: list[dict[str, Any]], earlier_command
     head = json.dumps({key: value for key, value in document.items() if key != "records"}, indent=1)
     unfinished.write_text(f'{head[:-2]},\n "records": [\n{lines}\n ]\n}}\n')
     unfinished.replace(RESULTS / f"{name}.json")
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def _gpu() -> str | None:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
-
-
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=DATA, check=False
-    )
-    return done.stdout.strip() or "unknown"

@@ -41,8 +41,10 @@ class GraphTimer:
             graph = torch.cuda.CUDAGraph()
             kept: list[object] = []
             graph.capture_begin()  # `torch.cuda.graph` would collect all garbage first, hundreds of times
-            kept.append(work())  # outputs live as long as the graph, so each layer writes to memory of its own
-            graph.capture_end()
+            try:
+                kept.append(work())  # outputs live as long as the graph, so each layer writes to memory of its own
+            finally:
+                graph.capture_end()
 
         def replay() -> float:
             with torch.cuda.stream(self.stream):
