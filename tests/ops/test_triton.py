@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from treewy import ops, reference
-from treewy.ops import DeviceWindow, GatedNorm, GDNDims, GDNParams
+from treewy.ops import DeviceWindow, GatedNorm, GDNDims, GDNParams, LayerState
 from treewy.ops import triton as kernels
 from treewy.ops.support import unsupported_reason
 from treewy.ops.triton.kernel_verify import verify_kernel
@@ -207,6 +207,68 @@ def test_scattered_paths_move_together_over_the_end_of_the_ring(end):
     tree = DraftTree((-1, 0, 0, 2, 2, 4, 4, 6, 6, 8, 8))
     for path in ((0, 2, 4, 6, 8, 10), (0, 2, 4, 6, 7), (0, 2, 3), (0, 1)):
         pair.round([tree], [0], [path])
+
+
+@pytest.mark.parametrize(
+    ("dims", "rows"), [(GDNDims(3, 3, 64, 64), 27), (GDNDims(2, 8, 128, 256), 8)], ids=["rows", "channels"]
+)
+def test_many_rows_and_channels_in_convolution_and_commit(dims, rows):
+    """Programs of two rows, some of two requests; tiles across queries, keys and values; over the end of the ring."""
+    pair = Pair(dims, requests=5, rows=rows, depth=rows - 1, history=30)
+    pair.start_at(-4)
+    state = pair.triton._layers[0]
+    rng = random.Random(0)
+    trees = [DraftTree.random(rng.randint(rows - 2, rows), rng) for _ in range(4)]
+    requests = [4, -1, 0, 2]
+    where = torch.tensor(requests, device=DEVICE)
+    pair.window.update(TreeBatch.of(trees, rows=rows, device=DEVICE), where, where)
+    x = pair.inputs_of([(place, len(tree)) for place, tree in enumerate(trees)] + [(1, 0), (4, 0)])[0][0]
+    conv = state.conv.clone()
+    queries = kernels.convolve(state, pair.window, x, pair.params)
+    state.gates.copy_(torch.arange(float(state.gates.numel())).view(state.gates.shape))
+    before = LayerState(*(tensor.clone() for tensor in state))
+    assert before.window_rows.tolist() == [len(trees[2]), 0, len(trees[3]), 0, len(trees[0])]
+    moves = False
+    weight, bias = pair.params.taps.flip(0).T.double(), pair.params.conv_bias.double()
+    path, accepted = torch.zeros(5, rows, dtype=torch.int32, device=DEVICE), torch.ones(5, device=DEVICE).int()
+    for place, (tree, request) in enumerate(zip(trees, requests, strict=True)):
+        if request < 0:
+            continue
+        mixed = reference.causal_conv(
+            x[place, : len(tree)].double(), conv[request].double(), weight, tree.parents, bias
+        )
+        at = (int(state.end[request]) + torch.arange(rows, device=DEVICE)) % state.keys.shape[1]
+        used, unused = at[: len(tree)], at[len(tree) :]
+        found = torch.cat([queries[place, : len(tree)], state.keys[request, used]], 1).flatten(1)
+        found = torch.cat([found, state.values[request, used].flatten(1)], 1)
+        pair.close(found, mixed)
+        assert not queries[place, len(tree) :].any()
+        assert state.keys[request, unused].isnan().all()
+        assert state.values[request, unused].isnan().all()
+        chosen = max((tree.path(row) for row in range(len(tree))), key=len)
+        path[place, : len(chosen)], accepted[place] = torch.tensor(chosen), len(chosen)
+        moves |= chosen != tuple(range(len(chosen)))
+    assert not queries[[1, 4]].any()
+    assert moves
+    kernels.commit(state, pair.window, path, accepted)
+    pair.window.check()
+    for place, request in enumerate(requests):
+        if request < 0:
+            continue
+        count = int(accepted[place])
+        chosen = path[place, :count].long()
+        expected = reference.committed_inputs(x[place], conv[request], chosen.tolist())
+        assert torch.equal(state.conv[request], expected)
+        end, ring = int(before.end[request]), state.keys.shape[1]
+        target, source = (end + torch.arange(count, device=DEVICE)) % ring, (end + chosen) % ring
+        for name in RING:
+            assert torch.equal(getattr(state, name)[request, target], getattr(before, name)[request, source]), name
+        assert int(state.end[request]) == (end + count) % ring
+        assert state.pending[request].tolist() == [count] * dims.num_v_heads
+    assert not state.window_rows.any()
+    for request in (1, 3):
+        for found, expected in zip(state, before, strict=True):
+            assert torch.equal(bits(found[request, None]), bits(expected[request, None]))
 
 
 def test_windows_go_round_the_ring():
