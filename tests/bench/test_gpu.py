@@ -77,7 +77,7 @@ def test_a_replay_computes_what_the_launches_do(impl, rows, with_conv):
     expected = [out.clone() for out in subject.verify()]
     timer = GraphTimer()
     with timer.scope():
-        replay = timer.prepare(subject.verify)
+        replay = timer.prepare(subject.verify, subject.begin)
         for out in replay.kept[0]:
             out.zero_()
         assert replay() > 0

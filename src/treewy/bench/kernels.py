@@ -157,15 +157,14 @@ def measure(
         subject.between()
 
     with timer.scope():
-        subject.begin()
-        replay = timer.prepare(work)
+        replay = timer.prepare(work, subject.begin)
         times = [
             median_of_cycles(
                 replay, subject.rounds, begin=subject.begin, between=between, repeats=repeats, seconds=seconds
             )
             for _ in range(2)
         ]
-    subject.check()
+        subject.check()
     setting, floor = subject.setting, _floor(subject, what)
     us, again = (round(seconds / subject.layers * 1e6, 3) for seconds in times)
     return Record(
