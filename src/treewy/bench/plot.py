@@ -37,7 +37,7 @@ def plot(results: Results, path: Path) -> None:
     for row, what in enumerate(("requests", "rows of a window")):
         left, right = axes[row]
         left.set(xlabel=what, ylabel="µs per layer", yscale="log")
-        right.set(xlabel=what, ylabel="TB/s", ylim=(0, None))
+        right.set(xlabel=what, ylabel="TB/s", ylim=(0, 1.1 * results.copy_bytes_per_s / 1e12))
         right.axhline(results.copy_bytes_per_s / 1e12, color="black", linewidth=0.8, linestyle="--", label="copy")
         if row == 0:
             left.set_xscale("log", base=2)
