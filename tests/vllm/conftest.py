@@ -1,6 +1,9 @@
 """Engines for the tests, in this process: vLLM for CPUs with model runner V2, whose kernels Triton interprets."""
 
 import os
+from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -8,3 +11,18 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two of three drafts are right."""
+    from tests.vllm.checkpoint import write_checkpoint
+
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), noise=0.5)
+
+
+@pytest.fixture(scope="session")
+def oracle(checkpoint: Path):
+    from tests.vllm.engine import Oracle
+
+    return Oracle(checkpoint)
