@@ -243,13 +243,16 @@ class _Places(NamedTuple):
 
 
 def _locate(state: LayerState, requests: Tensor, rows: int) -> _Places:
-    pending = state.pending.index_select(0, requests)
-    counts = pending.amax(1).tolist()
+    pending, end = state.pending.index_select(0, requests), state.end.index_select(0, requests)
+    heads, ring = pending.tolist(), state.keys.shape[1]
+    counts = [max(head) for head in heads]
     most = max(counts, default=0)
-    age = torch.arange(most, -rows, -1, device=requests.device)
-    places = (state.end.index_select(0, requests)[:, None] - age) % state.keys.shape[1]
-    ragged = most > 0 and int(pending.min()) < most
-    return _Places(requests[:, None], places, counts, most, age[:, None] > pending[:, None] if ragged else None)
+    places = [[(last + row) % ring for row in range(-most, rows)] for last in end.tolist()]
+    stale = None
+    if any(min(head) < most for head in heads):
+        stale = torch.arange(most, -rows, -1, device=requests.device)[:, None] > pending[:, None]
+    where = _indices(places, requests).view(len(places), most + rows)
+    return _Places(requests[:, None], where, counts, most, stale)
 
 
 def _take(state: LayerState, at: _Places) -> _Rows:
