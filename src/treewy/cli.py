@@ -1,4 +1,4 @@
-"""The command line: `treewy generate`, `treewy bench kernels`."""
+"""The command line: `treewy generate`, `treewy bench kernels`, `treewy doctor`."""
 
 import json
 import platform
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from treewy.generation import Statistics
     from treewy.state import StateSpec
     from treewy.transformers import Run, SpeculativeDecoder
+    from treewy.vllm.doctor import Engine, Server
 
 EXAMPLE_PROMPT = '''\
 class Stack:
@@ -229,6 +230,39 @@ def bench_kernels(
             command.show(results, Console(), plot)
         if command.failed(results):
             raise typer.Exit(EXIT_FAILED)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def doctor(
+    arguments: typer.Context,
+    kv_cache_gib: Annotated[
+        float | None,
+        typer.Option(help="Memory for the KV cache per GPU; vLLM logs it as 'Available KV cache memory'."),
+    ] = None,
+    request_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of a request, prompt included. Default: the longest the server takes.")
+    ] = None,
+) -> None:
+    """Look at vLLM and a server's settings: what works, what a request holds, how many fit, what to change.
+
+    Give the arguments of `vllm serve`, model first; without them only the engine is looked at.
+    """
+    with _exit_codes():
+        _check_range("--request-tokens", request_tokens)
+        if kv_cache_gib is not None and kv_cache_gib <= 0:
+            raise Refusal(f"--kv-cache-gib {kv_cache_gib} is out of range; give more than 0")
+        from treewy.vllm import doctor as diagnosis
+
+        engine, server = diagnosis.engine(), None
+        problems = list(engine.problems)
+        if arguments.args and not problems:
+            cache_bytes = None if kv_cache_gib is None else int(kv_cache_gib * 2**30)
+            with _refusals():
+                server = diagnosis.server(arguments.args, cache_bytes=cache_bytes, context=request_tokens)
+            problems += server.problems
+        _show_diagnosis(Console(), engine, server, problems)
+        if problems:
+            raise typer.Exit(EXIT_REFUSED)
 
 
 def _stream(report: "Report", stream: "TextStream", write: Callable[[str], None]) -> None:
@@ -667,6 +701,39 @@ class Report:
         for piece in dict.fromkeys(piece for pieces in by_mode.values() for piece in pieces):
             table.add_row(piece, *(_size(pieces[piece]) if piece in pieces else "" for pieces in by_mode.values()))
         return table
+
+
+def _show_diagnosis(console: Console, engine: "Engine", server: "Server | None", problems: list[str]) -> None:
+    missing = "missing" if engine.problems else f"all {engine.hooks} found"
+    lines = [("engine", engine.name or "none"), ("hooks", missing)]
+    if server is not None:
+        layers = f"{server.gdn_layers} GDN and {server.attention_layers} attention layers"
+        caching = f"prefix caching {'on' if server.prefix_caching else 'off'}"
+        lines += [
+            ("runner", server.runner),
+            ("model", f"{server.architecture}, {layers}"),
+            ("window", f"{server.window} rows; {caching}"),
+        ]
+    lines += [("change", problem) for problem in problems]
+    if not problems:
+        lines.append(("verdict", "ready" if server else "ready; give the arguments of `vllm serve` for more"))
+    for name, text in lines:
+        console.print(f"{name:8} {text}", highlight=False, markup=False, soft_wrap=True)
+    if server is not None and server.holdings:
+        console.print(_holdings(server))
+
+
+def _holdings(server: "Server") -> Table:
+    """What a request holds by mode, as a table."""
+    title = f"A request of {server.context} tokens, of {server.requested} at once"
+    table = Table(title=title, title_justify="left")
+    for name in ("mamba_state_commit", "states", "in blocks", "beside them", "requests that fit"):
+        table.add_column(name, justify="left" if name == "mamba_state_commit" else "right")
+    for holding in server.holdings:
+        name = f"{holding.mode} *" if holding.mode == server.mode else holding.mode
+        fit = "--kv-cache-gib?" if holding.concurrency is None else str(holding.concurrency)
+        table.add_row(name, str(holding.blocks), _size(holding.states), _size(holding.running), fit)
+    return table
 
 
 def _number(value: float | None, digits: int = 1) -> str:

@@ -6,12 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from treewy import ops
 from treewy.vllm.layer import GatedDeltaNetLayer
 from treewy.vllm.metadata import Round, TreeWYMetadata
+from treewy.vllm.metrics import Meter, summary
 from treewy.vllm.prefix_cache import full_blocks, inputs_at_end, publish
+
+
+logger = init_logger("vllm.treewy")
 
 
 class TreeWYModelState(MambaHybridModelState):  # type: ignore[misc]
@@ -32,6 +37,8 @@ class TreeWYModelState(MambaHybridModelState):  # type: ignore[misc]
         assert layers[0].running is not None
         self.running = layers[0].running
         self.rounds: list[tuple[Round, list[GatedDeltaNetLayer]]] = []
+        self.meter = Meter(self.running)
+        logger.info(summary(self.running))
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         """A request is admitted, for the first time or after preemption."""
@@ -50,6 +57,7 @@ class TreeWYModelState(MambaHybridModelState):  # type: ignore[misc]
                 if isinstance(found, TreeWYMetadata) and found.round is not None:
                     by_round.setdefault(id(found.round), (found.round, []))[1].append(layer)
             self.rounds = list(by_round.values())
+            self.meter.before_step()
         return metadata
 
     def postprocess_state(
@@ -60,11 +68,14 @@ class TreeWYModelState(MambaHybridModelState):  # type: ignore[misc]
         if rounds:
             assert num_computed_tokens is not None
             for round, layers in rounds:
-                _commit(round, layers, num_computed_tokens)
+                accepted = _commit(round, layers, num_computed_tokens)
+                if layers[0].index == 0:
+                    self.meter.after_commit(round.requests, accepted, round.slots >= 0)
         super().postprocess_state(idx_mapping, 1, num_computed_tokens)
 
 
-def _commit(round: Round, layers: list[GatedDeltaNetLayer], num_computed_tokens: Tensor) -> None:
+def _commit(round: Round, layers: list[GatedDeltaNetLayer], num_computed_tokens: Tensor) -> Tensor:
+    """Returns [B] accepted rows."""
     impl = layers[0].impl
     committed = num_computed_tokens[round.requests.clamp(min=0)]
     accepted = torch.where(round.slots >= 0, committed - round.committed, 1)
@@ -77,3 +88,4 @@ def _commit(round: Round, layers: list[GatedDeltaNetLayer], num_computed_tokens:
         ops.commit(state, round.window, paths, accepted)
         if full is not None and inputs is not None:
             publish(state, full, inputs, impl=impl)
+    return accepted

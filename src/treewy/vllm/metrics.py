@@ -1,0 +1,101 @@
+"""Pending rows and folds, sampled now and then on the device and read when they have arrived: no step waits for them.
+
+They appear beside vLLM's own metrics where those of worker processes are exposed: with PROMETHEUS_MULTIPROC_DIR set, and in
+engines that run in one process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treewy.vllm.running import IN_BLOCK, RunningState
+
+EVERY = 32
+"""Steps between samples."""
+_GAUGES = {
+    "vllm:treewy_state_bytes_per_request": "Bytes of recurrent state that a running request holds on this rank, window "
+    "and pending rows included.",
+    "vllm:treewy_pending_rows": "Committed rows a running request has pending, mean of the last sampled step.",
+    "vllm:treewy_folds_per_window": "Windows whose history was folded into the state before them, share of the last "
+    "sampled step.",
+}
+
+
+class Meter:
+    """Samples the first layer's counters; one a worker.
+
+    Args:
+        running: state of the running requests.
+    """
+
+    def __init__(self, running: RunningState) -> None:
+        self.running = running
+        self._pending = running.pieces["pending"][0, :, 0]
+        self._before: Tensor | None = None
+        self._steps = 0
+        self._arriving: tuple[Tensor, Any] | None = None
+        self._gauges: dict[str, Any] = {}
+
+    def before_step(self) -> None:
+        """Before the windows of a step are verified."""
+        self._before = self._pending.clone() if self._steps % EVERY == 0 else None
+        self._steps += 1
+
+    def after_commit(self, requests: Tensor, accepted: Tensor, real: Tensor) -> None:
+        """After the step's commit.
+
+        Args:
+            requests: [B] request slots.
+            accepted: [B] rows.
+            real: [B] bool, false for padding.
+        """
+        if self._before is None:
+            return
+        before, now = self._before[requests], self._pending[requests]
+        folded = real & (now < before + accepted)
+        sample = torch.stack([(now * real).sum(), folded.sum(), real.sum()])
+        self._before = None
+        if sample.is_cuda:
+            arrived = torch.cuda.Event()
+            sample = sample.to("cpu", non_blocking=True)
+            arrived.record()
+        else:
+            arrived = None
+        previous, self._arriving = self._arriving, (sample, arrived)
+        for counts, event in filter(None, (previous, self._arriving if arrived is None else None)):
+            if event is None or event.query():
+                self._report(counts)
+
+    def _report(self, counts: Tensor) -> None:
+        rows, folds, windows = counts.tolist()
+        if not self._gauges:
+            self._gauges = {name: _gauge(name, text) for name, text in _GAUGES.items()}
+            self._gauges["vllm:treewy_state_bytes_per_request"].set(self.running.spec.bytes_per_request)
+        if windows:
+            self._gauges["vllm:treewy_pending_rows"].set(rows / windows)
+            self._gauges["vllm:treewy_folds_per_window"].set(folds / windows)
+
+
+def _gauge(name: str, text: str) -> Any:
+    from prometheus_client import REGISTRY, Gauge
+
+    # An engine that this process ran before has left its own.
+    old = getattr(REGISTRY, "_names_to_collectors", {}).get(name)
+    if old is not None:
+        REGISTRY.unregister(old)
+    return Gauge(name, text, multiprocess_mode="mostrecent")
+
+
+def summary(running: RunningState) -> str:
+    """One line for the log at start."""
+    spec = running.spec
+    pieces = spec.bytes_by_piece()
+    block = sum(pieces[name] for name in IN_BLOCK)
+    return (
+        f"treewy: mamba_state_commit={spec.mode}, windows of {spec.max_rows} rows; a request holds one recurrent state "
+        f"({block / 2**20:.2f} MiB in {spec.num_layers} layers) and {(spec.bytes_per_request - block) / 2**20:.2f} MiB of "
+        f"window and history ({spec.history} rows), {running.nbytes / 2**20:.1f} MiB for {running.num_requests} requests"
+    )
