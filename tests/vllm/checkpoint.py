@@ -1,9 +1,9 @@
 """A tiny Qwen3.5 hybrid whose multi-token prediction is right as often as one wants, for tests of the engine.
 
-The next token is mostly a permutation of the last one (the head's row of perm[i] is the embedding of i), and the MTP module
-passes the embedding through, so it predicts the same. Everything else in the model is noise on top: the louder it is, the
-more often the model departs from the permutation and a draft is rejected. The noise comes from the GDN and attention
-layers, so it depends on the whole text, and a wrong recurrent state changes tokens.
+The next token is mostly a permutation of the last one (the head's row of perm[i] is the embedding of i), and the MTP
+module passes the embedding through, so it predicts the same. Everything else in the model is noise on top: the louder
+it is, the more often the model departs from the permutation and a draft is rejected. The noise comes from the GDN and
+attention layers, so it depends on the whole text, and a wrong recurrent state changes tokens.
 """
 
 import json
@@ -32,8 +32,8 @@ def write_checkpoint(
 ) -> Path:
     """Writes a checkpoint of 4 layers, 3 of them GDN, with a tokenizer that knows t4 … t127.
 
-    Blocks of vLLM hold at least as many tokens as make the attention layer's share as large as a recurrent state: the wide
-    attention heads and the few small states here allow blocks of 32 tokens.
+    Blocks of vLLM hold at least as many tokens as make the attention layer's share as large as a recurrent state: the
+    wide attention heads and the few small states here allow blocks of 32 tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
     layers = ["linear_attention"] * 3 + ["full_attention"]

@@ -1,8 +1,8 @@
 """A vLLM engine inside the test's process, and an oracle for what it writes.
 
 The oracle is the same checkpoint in transformers, in fp32, without a cache: for every token that an engine emitted it
-gives how far below the best token's logit that token's was, given all tokens before. An engine in bf16 may pick the second
-of two nearly equal tokens; after a fault in the bookkeeping of states it picks tokens that are far from the best.
+gives how far below the best token's logit that token's was, given all tokens before. An engine in bf16 may pick the
+second of two nearly equal tokens; after a fault in the bookkeeping of states it picks tokens far from the best.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Engine:
         return int(next(m.value for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions"))
 
     def states(self) -> dict[str, tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
-        """Of every running request: committed tokens, and per GDN layer the state [HV, dv, dk] and convolution inputs."""
+        """Of every running request: committed tokens, and per GDN layer state [HV, dv, dk] and convolution inputs."""
         from treewy import ops
 
         seen = {}
@@ -188,13 +188,15 @@ def play(engine: Engine, oracle: Oracle, seed: int, requests: int, tokens: int, 
 
 
 def compare_states(engine: Engine, oracle: Oracle) -> int:
-    """Holds the recurrent state of every running request against a fresh forward over its tokens; how many there were."""
+    """Holds the state of every running request against a fresh forward over its tokens; how many there were."""
     texts = {request.request_id: list(request.all_token_ids) for request in engine.scheduler.running}
     compared = 0
     for name, (tokens, states, inputs) in engine.states().items():
         if not 3 <= tokens <= len(texts[name]):
             continue
-        for layer, pairs in enumerate(zip(zip(states, inputs, strict=True), zip(*oracle.states(texts[name][:tokens]), strict=True), strict=True)):
+        for layer, pairs in enumerate(
+            zip(zip(states, inputs, strict=True), zip(*oracle.states(texts[name][:tokens]), strict=True), strict=True)
+        ):
             for what, mine, wanted in zip(("state", "convolution inputs"), *pairs, strict=True):
                 error = float((mine - wanted).norm() / wanted.norm())
                 assert error < STATE_ERROR, f"{what} of layer {layer} after {tokens} tokens of {name}: {error:.3f} off"
@@ -251,6 +253,4 @@ class Oracle:
 def prompts(count: int, shortest: int, longest: int, seed: int = 0) -> tuple[tuple[int, ...], ...]:
     """Random prompts of the tiny checkpoint's ordinary tokens."""
     rng = random.Random(seed)
-    return tuple(
-        tuple(rng.randrange(4, 128) for _ in range(rng.randint(shortest, longest))) for _ in range(count)
-    )
+    return tuple(tuple(rng.randrange(4, 128) for _ in range(rng.randint(shortest, longest))) for _ in range(count))

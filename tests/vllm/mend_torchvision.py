@@ -1,19 +1,19 @@
 """Lets torchvision's build for GPUs be imported beside a CPU build of torch, as vLLM for CPUs pulls it in.
 
-It finds its compiled operators not loadable there, and then fails on registering shapes for two that do not exist. Nothing
-here calls them; this declares them first. Run once after installation: `python tests/vllm/mend_torchvision.py`.
+It finds its compiled operators not loadable there, and then fails on registering shapes for two that do not exist.
+Nothing here calls them; this declares them first. Run once after installation: `python tests/vllm/mend_torchvision.py`.
 """
 
 import importlib.util
 from pathlib import Path
 
 MARK = "# TreeWY's tests: "
-DECLARE = f'''
+DECLARE = f"""
 {MARK}declare what a build without operators lacks
 if not torchvision.extension._has_ops():
     for _name in ("nms", "qnms"):
         torch.library.define("torchvision::" + _name, "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-'''
+"""
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """The plugin in the real engine, without prefix caching: chains from the MTP module, both modes.
 
 What an engine emits is held against the checkpoint in transformers, in fp32 (`engine.Oracle`), and so are the recurrent
-states of requests in the middle of their lives. Requests come at random times, some are aborted; with at most 64 tokens a
-step, prompts are cut into chunks and share steps with windows.
+states of requests in the middle of their lives. Requests come at random times, some are aborted; with at most 64 tokens
+a step, prompts are cut into chunks and share steps with windows.
 """
 
 import pytest
@@ -37,7 +37,7 @@ def stored(checkpoint):
 
 
 @pytest.fixture(scope="module", params=MODES)
-def engine(request, checkpoint):
+def engine(request, checkpoint, stored):  # after which no other engine ends while this one runs
     with running(checkpoint, request.param) as engine:
         yield engine
 

@@ -16,7 +16,9 @@ def configuration(**changes: Any) -> SimpleNamespace:
         num_speculative_tokens=3,
         use_v2_model_runner=True,
         kv_transfer_config=None,
-        model_config=SimpleNamespace(architecture="Qwen3_5ForCausalLM", runner_type="generate", is_submodel_config=False),
+        model_config=SimpleNamespace(
+            architecture="Qwen3_5ForCausalLM", runner_type="generate", is_submodel_config=False
+        ),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1, enable_dbo=False
         ),

@@ -1,7 +1,7 @@
 """The plugin with prefix caching: blocks of 32 tokens, so that windows run across their ends all the time.
 
-Whether a block holds what its entry in the cache promises shows when another request starts from it: its tokens and states are
-held against the oracle, as in test_chain.py.
+Whether a block holds what its entry in the cache promises shows when another request starts from it: its tokens and
+states are held against the oracle, as in test_chain.py.
 """
 
 from pathlib import Path
@@ -30,9 +30,7 @@ def oracle(checkpoint: Path) -> Oracle:
 
 def start(checkpoint, mode: str, **settings):
     """By default vLLM keeps states at the ends of prompts only; here it keeps every full block."""
-    return running(
-        checkpoint, mode, enable_prefix_caching=True, prefix_cache_retention_interval=BLOCK, **settings
-    )
+    return running(checkpoint, mode, enable_prefix_caching=True, prefix_cache_retention_interval=BLOCK, **settings)
 
 
 def continued(engine: Engine, text: list[int], oracle: Oracle) -> tuple[list[float], list[int]]:
@@ -107,7 +105,8 @@ def test_a_block_that_is_not_written_is_seen(checkpoint, oracle: Oracle, monkeyp
 
 
 def test_windows_longer_than_a_block_are_refused(checkpoint) -> None:
-    with pytest.raises(ValueError, match="window must not be longer than a block"), running(
-        checkpoint, "deferred", draft_tokens=40, enable_prefix_caching=True
+    with (
+        pytest.raises(ValueError, match="window must not be longer than a block"),
+        running(checkpoint, "deferred", draft_tokens=40, enable_prefix_caching=True),
     ):
         pass

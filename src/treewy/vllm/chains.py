@@ -20,13 +20,12 @@ def chain_batch(rows: Tensor, most: int, conv_width: int) -> TreeBatch:
     """
     chain = _chain(most, conv_width, rows.device)
     real = torch.arange(most, device=rows.device) < rows[:, None]
-    batch = rows.shape[0]
     return TreeBatch(
         rows=rows.to(torch.int32),
         parents=torch.where(real, chain.parents, -1),
         depths=torch.where(real, chain.depths, 0),
         ancestors=torch.where(real, chain.ancestors, 0),
-        conv_ancestors=chain.conv_ancestors.expand(batch, -1, -1),
+        conv_ancestors=torch.where(real[..., None], chain.conv_ancestors, chain.conv_ancestors[:, :1]),
         max_depth=most - 1,
     )
 

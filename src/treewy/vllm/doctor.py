@@ -1,4 +1,4 @@
-"""What `treewy doctor` finds out: the engine, its hooks, and what a server's settings mean for memory and concurrency."""
+"""What `treewy doctor` finds out: engine, hooks, and what a server's settings mean for memory and concurrency."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _holding(
 def _pool_bytes(config: Any, spec: StateSpec, state: int, blocks: int, attention: int, context: int) -> int:
     """Of a request: vLLM gives states and attention pages of one size, the larger of both needs."""
     model, parallel = config.model_config, config.parallel_config
-    per_token = 2 * model.get_num_kv_heads(parallel) * model.get_head_size() * model.dtype.itemsize
+    per_token: int = 2 * model.get_num_kv_heads(parallel) * model.get_head_size() * model.dtype.itemsize
     smallest = config.cache_config.block_size or 16
     block_size = smallest * ceil(max(state, 1) / (smallest * per_token))
     return (spec.num_layers * blocks + attention * ceil(context / block_size)) * block_size * per_token

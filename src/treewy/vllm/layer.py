@@ -99,7 +99,7 @@ class GatedDeltaNetLayer(QwenGatedDeltaNetAttention):  # type: ignore[misc]
             return
         # Captured graphs read the tensors that are there.
         for mine, new in zip(self.params, params, strict=True):
-            if isinstance(mine, Tensor):
+            if isinstance(mine, Tensor) and isinstance(new, Tensor):
                 mine.copy_(new)
 
     @property

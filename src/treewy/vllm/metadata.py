@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.gdn_attn import (
     GDNAttentionBackend,
     GDNAttentionMetadata,
@@ -40,7 +41,7 @@ class Round:
     most: int
     """T."""
     tokens: Tensor | None
-    """[B, T] token of each row, clipped past the end of a window; None where tokens are the rows, in order."""
+    """[B, T] token of each row, any past the end of a window; None where tokens are the rows, in order."""
     places: Tensor | None
     """[n] int64, place in [B * T] of each token that is in a window; None likewise."""
     owners: Tensor | None
@@ -52,7 +53,7 @@ class Round:
             return per_token[self.tokens]
         batch = self.slots.shape[0]
         rows = per_token.shape[0] // batch
-        return per_token.unflatten(0, (batch, rows))
+        return per_token.view(batch, rows, *per_token.shape[1:])
 
     def scatter(self, rows: Tensor, per_token: Tensor) -> None:
         """Writes [B, T, …] to the tokens of the windows, [tokens, …]."""
@@ -95,7 +96,8 @@ class TreeWYMetadataBuilder(GDNAttentionMetadataBuilder):  # type: ignore[misc]
         self.layers = [context[name] for name in layer_names]
         self.running = self.layers[0].running
         # One block a request, where vLLM's own builder stages one a row.
-        self.spec_state_indices_tensor = self.spec_state_indices_tensor.new_empty(self.decode_cudagraph_max_bs, 1)
+        self.spec_state_indices_tensor = torch.empty(self.decode_cudagraph_max_bs, 1, dtype=torch.int32, device=device)
+        self._buffers: dict[int, DeviceWindow] = {}
 
     def build(
         self,
@@ -144,45 +146,41 @@ class TreeWYMetadataBuilder(GDNAttentionMetadataBuilder):  # type: ignore[misc]
     def _leave_to_engine(
         self, metadata: TreeWYMetadata, built: GDNAttentionMetadata, rows: Tensor, lengths: Tensor
     ) -> None:
-        metadata.engine = built
+        chosen = rows.nonzero().flatten()
+        real = async_tensor_h2d(lengths[chosen] > 0, device=self.device)
+        requests = self.running.requests[async_tensor_h2d(chosen, device=self.device)]
         assert built.non_spec_state_indices_tensor is not None
-        real = (lengths[rows] > 0).to(self.device)
-        slots = built.non_spec_state_indices_tensor[: real.shape[0]].long()
-        requests = self.running.requests[: rows.shape[0]][rows.to(self.device)]
+        slots = built.non_spec_state_indices_tensor[: chosen.shape[0]].long()
+        metadata.engine = built
         metadata.engine_slots = torch.where(real & (slots != NULL_BLOCK) & (requests >= 0), slots, -1)
         metadata.engine_requests = requests
 
     def _round(self, built: GDNAttentionMetadata, batch: Any, windows: Tensor, lengths: Tensor) -> Round:
+        """Of the rows in `windows`; where all are, padding of a captured graph included, which has no tokens."""
         mixed = built.num_prefills > 0
         slots = built.spec_state_indices_tensor[:, 0].long()
-        if mixed:
-            chosen = windows.nonzero().flatten()
-        else:
-            chosen = torch.arange(slots.shape[0])
-        where = chosen.to(self.device)
+        chosen = windows.nonzero().flatten() if mixed else torch.arange(slots.shape[0])
+        where = async_tensor_h2d(chosen, device=self.device) if mixed else slice(slots.shape[0])
         requests = self.running.requests[where]
         slots = torch.where((slots != NULL_BLOCK) & (requests >= 0), slots, -1)
-        rows_cpu = lengths[chosen]
-        most = max(int(rows_cpu.max()), 1)
-        uniform = not mixed and bool((rows_cpu == most).all())
+        rows = lengths[chosen]
+        most = max(int(rows.max()), 1)
         tokens = places = owners = None
-        if not uniform:
-            starts = batch.query_start_loc_cpu[chosen]
+        if mixed or not bool((rows[rows > 0] == most).all()):
             row = torch.arange(most)
-            real = row < rows_cpu[:, None]
-            of_row = (starts[:, None] + row).clamp_(max=int(batch.query_start_loc_cpu[-1]) - 1)
-            tokens = of_row.long().to(self.device, non_blocking=True)
-            places = real.flatten().nonzero().flatten().to(self.device, non_blocking=True)
-            owners = of_row[real].long().to(self.device, non_blocking=True)
-        committed = batch.compute_num_computed_tokens()[where]
+            real = row < rows[:, None]
+            of_row = (batch.query_start_loc_cpu[chosen][:, None] + row).long()
+            owners = async_tensor_h2d(of_row[real], device=self.device)
+            tokens = async_tensor_h2d(of_row.masked_fill(~real, 0), device=self.device)
+            places = async_tensor_h2d(real.flatten().nonzero().flatten(), device=self.device)
         return Round(
-            window=self._plan(rows_cpu.to(self.device, non_blocking=True), slots, requests, most),
+            window=self._plan(async_tensor_h2d(rows, device=self.device), slots, requests, most),
             slots=slots,
             requests=requests,
-            committed=committed.clone(),
+            committed=batch.compute_num_computed_tokens()[where],
             block_table=batch.block_table_tensor[where],
             block_size=self.kv_cache_spec.block_size,
-            may_fill=self._may_fill(batch.seq_lens_cpu_upper_bound[chosen], rows_cpu),
+            may_fill=self._may_fill(batch.seq_lens_cpu_upper_bound[chosen], rows),
             most=most,
             tokens=tokens,
             places=places,
@@ -200,11 +198,27 @@ class TreeWYMetadataBuilder(GDNAttentionMetadataBuilder):  # type: ignore[misc]
     def _plan(self, rows: Tensor, slots: Tensor, requests: Tensor, most: int) -> Window | DeviceWindow:
         layer = self.layers[0]
         trees = chain_batch(rows, most, layer.dims.conv_width)
-        return ops.plan(
-            trees,
-            slots,
-            requests,
-            num_slots=layer.kv_cache[0].shape[0],
-            num_requests=self.running.num_requests,
-            impl=layer.impl,
-        )
+        sizes = {"num_slots": layer.kv_cache[0].shape[0], "num_requests": self.running.num_requests}
+        if layer.impl == "torch":
+            planned: Window = ops.plan(trees, slots, requests, **sizes)
+            return planned
+        # Captured graphs read these buffers, so windows of a length always have the same ones.
+        if most not in self._buffers:
+            self._buffers[most] = DeviceWindow.empty(
+                self.running.num_requests,
+                most,
+                device=self.device,
+                conv_width=layer.dims.conv_width,
+                impl=layer.impl,
+                **sizes,
+            )
+        window = _first(self._buffers[most], slots.shape[0])
+        window.update(trees, slots, requests)
+        return window
+
+
+def _first(window: DeviceWindow, count: int) -> DeviceWindow:
+    """The buffers of the first places, in place."""
+    places = ("slots", "requests", "tree_rows", "parents", "ancestors", "conv_ancestors", "longest")
+    fields: dict[str, Any] = {name: getattr(window, name)[:count] for name in places}
+    return replace(window, **fields)

@@ -1,7 +1,7 @@
 """Pending rows and folds, sampled now and then on the device and read when they have arrived: no step waits for them.
 
-They appear beside vLLM's own metrics where those of worker processes are exposed: with PROMETHEUS_MULTIPROC_DIR set, and in
-engines that run in one process.
+They appear beside vLLM's own metrics where those of worker processes are exposed: with PROMETHEUS_MULTIPROC_DIR set,
+and in engines that run in one process.
 """
 
 from __future__ import annotations
@@ -58,16 +58,15 @@ class Meter:
         folded = real & (now < before + accepted)
         sample = torch.stack([(now * real).sum(), folded.sum(), real.sum()])
         self._before = None
-        if sample.is_cuda:
-            arrived = torch.cuda.Event()
-            sample = sample.to("cpu", non_blocking=True)
-            arrived.record()
-        else:
-            arrived = None
-        previous, self._arriving = self._arriving, (sample, arrived)
-        for counts, event in filter(None, (previous, self._arriving if arrived is None else None)):
-            if event is None or event.query():
-                self._report(counts)
+        if not sample.is_cuda:
+            self._report(sample)
+            return
+        if self._arriving is not None and self._arriving[1].query():
+            self._report(self._arriving[0])
+        on_host = sample.to("cpu", non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self._arriving = on_host, arrived
 
     def _report(self, counts: Tensor) -> None:
         rows, folds, windows = counts.tolist()
@@ -94,8 +93,13 @@ def summary(running: RunningState) -> str:
     spec = running.spec
     pieces = spec.bytes_by_piece()
     block = sum(pieces[name] for name in IN_BLOCK)
+    beside = spec.bytes_per_request - block
     return (
-        f"treewy: mamba_state_commit={spec.mode}, windows of {spec.max_rows} rows; a request holds one recurrent state "
-        f"({block / 2**20:.2f} MiB in {spec.num_layers} layers) and {(spec.bytes_per_request - block) / 2**20:.2f} MiB of "
-        f"window and history ({spec.history} rows), {running.nbytes / 2**20:.1f} MiB for {running.num_requests} requests"
+        f"treewy: mamba_state_commit={spec.mode}, windows of {spec.max_rows} rows; a request holds one state, "
+        f"{_mib(block)} in {spec.num_layers} layers, and {_mib(beside)} of window and history ({spec.history} rows), "
+        f"{_mib(running.nbytes)} for {running.num_requests} requests"
     )
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.2f} MiB"

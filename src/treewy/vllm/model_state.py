@@ -15,7 +15,6 @@ from treewy.vllm.metadata import Round, TreeWYMetadata
 from treewy.vllm.metrics import Meter, summary
 from treewy.vllm.prefix_cache import full_blocks, inputs_at_end, publish
 
-
 logger = init_logger("vllm.treewy")
 
 
@@ -57,7 +56,8 @@ class TreeWYModelState(MambaHybridModelState):  # type: ignore[misc]
                 if isinstance(found, TreeWYMetadata) and found.round is not None:
                     by_round.setdefault(id(found.round), (found.round, []))[1].append(layer)
             self.rounds = list(by_round.values())
-            self.meter.before_step()
+            if self.rounds:
+                self.meter.before_step()
         return metadata
 
     def postprocess_state(

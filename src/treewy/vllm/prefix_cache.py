@@ -1,9 +1,9 @@
-"""Prefix caching: a block of the engine becomes an entry of its cache when it is full, so it must hold a plain state then.
+"""Prefix caching: a full block of the engine becomes an entry of its cache, so it must hold a plain state then.
 
 With prefix caching a request moves to a new block every `block_size` tokens and leaves the old one to the cache, as the
-state after exactly that many tokens. A window may run across the end of a block. vLLM puts the request into the later block
-before such a step. After it the earlier block gets the state at its end, and the rows after the end stay pending on top
-of that same state in the later block.
+state after exactly that many tokens. A window may run across the end of a block. vLLM puts the request into the later
+block before such a step. After it the earlier block gets the state at its end, and the rows after the end stay pending
+on top of that same state in the later block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What running requests hold besides their block: window, pending rows, counters; for all layers in one allocation.
 
-Sized by `max_num_seqs`, indexed by the model runner's request slot, never by block. It is allocated while the model loads,
-so that vLLM's memory profile counts it with the weights.
+Sized by `max_num_seqs`, indexed by the model runner's request slot, never by block. It is allocated while the model
+loads, so that vLLM's memory profile counts it with the weights.
 """
 
 from __future__ import annotations

@@ -1,0 +1,99 @@
+"""A window across the end of a block, in float64: the full block holds the state at its end, the request goes on."""
+
+import pytest
+import torch
+
+from treewy import ops
+from treewy.ops import GDNDims, GDNParams
+from treewy.state import StateSpec
+from treewy.tree import DraftTree, TreeBatch
+from treewy.vllm.metadata import Round
+from treewy.vllm.prefix_cache import full_blocks, inputs_at_end, publish
+
+DIMS = GDNDims(1, 2, 3, 4)
+BLOCK = 8
+
+
+def setting(rows: int):
+    """Two requests in blocks 3 and 4 of seven, slots 1 and 0, with pending rows already; 5 and 6 are blocks before."""
+    rng = torch.Generator().manual_seed(rows)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+    spec = StateSpec(DIMS, 1, "deferred", rows, rows - 1, torch.float64, torch.float64, history_rows=12)
+    sizes = {"checkpoint": 7, "conv": 7}
+    state = ops.LayerState(
+        **{name: torch.zeros(sizes.get(name, 2), *shape, dtype=dtype) for name, (shape, dtype) in spec.pieces().items()}
+    )
+    state.checkpoint.copy_(draw(*state.checkpoint.shape))
+    state.conv.copy_(draw(*state.conv.shape))
+    params = GDNParams.of(DIMS, draw(DIMS.conv_dim, 4), draw(2), draw(2))
+    return state, params, draw
+
+
+def advance(state, params, slots, inputs, counts) -> None:
+    """Verifies a chain of inputs [B, T, …] and commits the first rows."""
+    batch, rows = inputs[0].shape[:2]
+    trees = TreeBatch.of([DraftTree.chain(rows - 1)] * batch)
+    window = ops.plan(trees, slots, torch.tensor([1, 0]), num_slots=7, num_requests=2)
+    ops.verify(state, window, *inputs, params, fold_always=False)
+    ops.commit(state, window, torch.arange(rows).expand(batch, rows), counts)
+
+
+@pytest.mark.parametrize("before", [4, 5, 6, 7])
+@pytest.mark.parametrize("accepted", [1, 2, 4])
+def test_the_state_at_the_end_of_a_block(before: int, accepted: int) -> None:
+    state, params, draw = setting(4)
+    slots, requests = torch.tensor([3, 4]), torch.tensor([1, 0])
+    old = (draw(2, 3, DIMS.conv_dim), draw(2, 3, 2), draw(2, 3, 2))
+    new = (draw(2, 4, DIMS.conv_dim), draw(2, 4, 2), draw(2, 4, 2))
+    advance(state, params, slots, old, torch.tensor([3, 2]))
+    expected = ops.LayerState(*(piece.clone() for piece in state))
+
+    # The second request stays far from the end of its block.
+    committed, counts = torch.tensor([before, 0]), torch.tensor([accepted, accepted])
+    round = Round(
+        window=None,
+        slots=slots,
+        requests=requests,
+        committed=committed,
+        block_table=torch.tensor([[5, 3], [4, 6]]),
+        block_size=BLOCK,
+        may_fill=True,
+        most=4,
+        tokens=None,
+        places=None,
+        owners=None,
+    )
+    full = full_blocks(round, counts, impl="torch")
+    fills = before + accepted >= BLOCK
+    assert (full is not None) == fills
+    trees = TreeBatch.of([DraftTree.chain(3)] * 2)
+    window = ops.plan(trees, slots, requests, num_slots=7, num_requests=2)
+    ops.verify(state, window, *new, params, fold_always=False)
+    inputs = inputs_at_end(state, full, torch.arange(4)) if full is not None else None
+    ops.commit(state, window, torch.arange(4).expand(2, 4), counts)
+    if full is None:
+        return
+    publish(state, full, inputs, impl="torch")
+
+    advance(expected, params, slots, new, torch.tensor([BLOCK - before, accepted]))
+    at_end = ops.folded_state(expected, slots, requests)[0]
+    torch.testing.assert_close(state.checkpoint[5], at_end, rtol=0, atol=1e-12)
+    torch.testing.assert_close(state.conv[5], expected.conv[3], rtol=0, atol=0)
+    rest = before + accepted - BLOCK
+    assert state.pending[1].tolist() == [rest, rest]
+    if rest:
+        later = tuple(part[:, BLOCK - before :][:, :rest] for part in new)
+        advance(expected, params, slots, later, torch.tensor([rest, rest]))
+        after = ops.folded_state(expected, slots, requests)[0]
+        torch.testing.assert_close(ops.folded_state(state, slots, requests)[0], after, rtol=0, atol=1e-12)
+    assert state.pending[0].tolist() == [2 + accepted] * 2
+    untouched = [0, 1, 2, 6]
+    assert torch.equal(state.checkpoint[untouched], expected.checkpoint[untouched])
+
+
+def test_nothing_is_asked_of_blocks_far_from_their_end() -> None:
+    far = Round(None, *[torch.zeros(1, dtype=torch.int64)] * 3, torch.zeros(1, 1), 8, False, 1, None, None, None)
+    assert full_blocks(far, torch.tensor([1]), impl="torch") is None
