@@ -104,10 +104,10 @@ def test_bytes_of_the_shipped_dimensions():
     assert size["store_all"] / size["reconstruct"] > 15
 
 
-def test_the_default_history_holds_five_paths():
-    assert StateSpec(SMALL, 1, "deferred", 40, 2).history == 16
-    assert StateSpec(SMALL, 1, "deferred", 40, 3).history == 20
-    assert StateSpec(SMALL, 1, "deferred", 40, 9).history == 50
+def test_the_default_history_holds_three_paths():
+    assert StateSpec(SMALL, 1, "deferred", 40, 2).history == 12
+    assert StateSpec(SMALL, 1, "deferred", 40, 4).history == 15
+    assert StateSpec(SMALL, 1, "deferred", 40, 9).history == 30
     assert StateSpec(SMALL, 1, "deferred", 40, 9, history_rows=12).history == 12
     assert StateSpec(SMALL, 1, "reconstruct", 40, 9).history == 10
     assert StateSpec(SMALL, 1, "store_all", 40, 9).history == 0

@@ -35,8 +35,8 @@ class StateSpec:
         max_depth: depth of the deepest window; a round commits at most max_depth + 1 rows.
         state_dtype: of checkpoints and snapshots.
         input_dtype: of convolution inputs, keys and values, the model's.
-        history_rows: rows that may be pending in the mode `deferred`; more rows fold less often. Default: five of the
-            longest paths, at least 16.
+        history_rows: rows that may be pending in the mode `deferred`; more rows fold less often. Default: three of the
+            longest paths, at least 12.
 
     Raises:
         ValueError: an unknown mode, window sizes out of range, or a history that cannot hold one path.
@@ -73,7 +73,7 @@ class StateSpec:
         """L: rows that may be pending; the ring has room for a window besides."""
         longest_path = self.max_depth + 1
         if self.mode == "deferred":
-            return self.history_rows or max(16, 5 * longest_path)
+            return self.history_rows or max(12, 3 * longest_path)
         return longest_path if self.mode == "reconstruct" else 0
 
     def pieces(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

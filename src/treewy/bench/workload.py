@@ -19,7 +19,7 @@ Timed = Literal["verify", "deferred", "reconstruct", "decode"]
 
 WIDTHS: dict[int, tuple[int, ...]] = {1: (), 4: (1, 1, 1), 15: (2, 2, 2), 40: (3, 3, 3)}
 """Trees by their rows."""
-CAPACITY = 20
+CAPACITY = 12
 """Pending rows that the mode `deferred` may hold."""
 PENDING = 8
 """Pending rows of the case `verify`."""
@@ -315,6 +315,8 @@ class Ours(Subject):
             places = (state.end.long()[requests] + rows) % state.keys.shape[1]
             state.keys[requests, places] = k
             state.values[requests, places] = v
+            self.window.places[:, 0] = state.end[requests[:, 0]]
+            self.window.places[:, 1] = state.pending[requests[:, 0]].amax(1)
 
     def _wait_for_commit(self) -> None:
         self.all.window_rows.fill_(self.setting.rows)

@@ -40,6 +40,9 @@ class DeviceWindow:
     """[B, T, width - 1] int32."""
     longest: Tensor
     """[B] int32 rows of the longest path, root included."""
+    places: Tensor
+    """[B, 2] int32, where the window begins in the ring and the most pending rows of a head. The convolution of a layer
+    leaves them here for the verify that follows, which would have to look them up one after the other."""
     errors: Tensor
     """[1] int32, bits that kernels set where they refused; read by `check`."""
     num_slots: int
@@ -71,6 +74,7 @@ class DeviceWindow:
             ancestors=buffer(0, torch.int64, rows),
             conv_ancestors=buffer(-1, torch.int32, rows, conv_width - 1),
             longest=buffer(1, torch.int32),
+            places=buffer(0, torch.int32, 2),
             errors=torch.zeros(1, dtype=torch.int32, device=device),
             num_slots=num_slots,
             num_requests=num_requests,

@@ -47,8 +47,8 @@ def _not_for_triton(dims: GDNDims, state: LayerState) -> str | None:
 
 def _not_for_cuda(dims: GDNDims, state: LayerState, rows: int) -> str | None:
     capability = torch.cuda.get_device_capability(state.checkpoint.device)
-    if capability < (8, 0):
-        return f"the device has compute capability {capability[0]}.{capability[1]}; these kernels need 8.0"
+    if capability < (9, 0):
+        return f"the device has compute capability {capability[0]}.{capability[1]}; these kernels need 9.0"
     for name, size in (("head_k_dim", dims.head_k_dim), ("head_v_dim", dims.head_v_dim)):
         if size not in (64, 128, 256):
             return f"{name} is {size}; these kernels take 64, 128 and 256"
@@ -60,4 +60,37 @@ def _not_for_cuda(dims: GDNDims, state: LayerState, rows: int) -> str | None:
         )
     if state.capacity + rows > 96:
         return f"{state.capacity} rows of history and {rows} of a window are too many; these kernels take 96 together"
+    pool = state.checkpoint
+    needed = _shared_bytes(dims, pool.dtype, rows, state.capacity + rows)
+    if needed > _SHARED_BYTES:
+        return (
+            f"a state of {dims.head_v_dim} x {dims.head_k_dim} in {pool.dtype} with {state.capacity + rows} rows takes "
+            f"{needed} bytes of shared memory; a block has {_SHARED_BYTES}"
+        )
+    if pool.data_ptr() % 16 or pool.stride(0) * pool.itemsize % 16:
+        return (
+            f"blocks of the pool are {pool.stride(0) * pool.itemsize} bytes apart; these kernels need a multiple of 16"
+        )
     return None
+
+
+_SHARED_BYTES = 227 * 1024
+"""Of a block, from compute capability 9.0 on."""
+
+
+def _shared_bytes(dims: GDNDims, state_dtype: torch.dtype, rows: int, joint: int) -> int:
+    """At most what cuda/verify.cu lays out there, 16 bytes for the rounding of each piece included."""
+    dk, dv = dims.head_k_dim, dims.head_v_dim
+    padded, padded_rows = -(-joint // 8) * 8, max(8, -(-rows // 8) * 8)
+    square = padded if padded % 16 else padded + 8
+    keys = joint * (2 * dk + 16)
+    others = max(rows * (2 * dk + 16) + joint * (2 * dv + 16), rows * (dv + 4) * 4)
+    return (
+        dk * dv * state_dtype.itemsize
+        + keys
+        + others
+        + (padded + rows) * square * 4
+        + padded * 32
+        + padded_rows * 16
+        + 176
+    )

@@ -1,4 +1,4 @@
-"""CUDA C++ implementation of `verify` and `fold`, for NVIDIA GPUs from compute capability 8.0 on: the fast one.
+"""CUDA C++ implementation of `verify` and `fold`, for NVIDIA GPUs from compute capability 9.0 on: the fast one.
 
 It shares the convolution and the commit with `treewy.ops.triton` and replaces the launch that reads the state. The
 mathematics, layouts, bytes and the reasons stand at the top of verify.cu; what was tried and lost in docs/kernels.md.

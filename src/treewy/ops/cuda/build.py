@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
-from cuda.bindings import driver, nvrtc
+from cuda.bindings import driver, nvrtc  # type: ignore[import-untyped]
 
 _SOURCE = Path(__file__).parent
 
@@ -17,19 +18,29 @@ _SOURCE = Path(__file__).parent
 class Kernel:
     """A function loaded on one device."""
 
-    handle: driver.CUfunction
+    handle: Any
     threads: int
     shared_bytes: int
 
-    def __call__(self, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
-        """Launches on the current stream of the current device; `arguments` is the kernel's one parameter."""
-        pointer = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        stream = torch.cuda.current_stream().cuda_stream
-        _check(
-            driver.cuLaunchKernel(
-                self.handle, *grid, 1, self.threads, 1, 1, self.shared_bytes, stream, ctypes.addressof(pointer), 0
-            )
-        )
+    def __call__(self, grid: tuple[int, int], *parameters: int) -> None:
+        """Launches on the current stream of the current device.
+
+        It may begin while the launch before it in the stream ends; the kernel itself waits before it reads anything.
+
+        Args:
+            grid: blocks.
+            parameters: addresses of the kernel's parameters.
+        """
+        pointers = (ctypes.c_void_p * len(parameters))(*parameters)
+        early = driver.CUlaunchAttribute()
+        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        launch = driver.CUlaunchConfig()
+        launch.gridDimX, launch.gridDimY, launch.gridDimZ = *grid, 1
+        launch.blockDimX, launch.blockDimY, launch.blockDimZ = self.threads, 1, 1
+        launch.sharedMemBytes, launch.hStream = self.shared_bytes, torch.cuda.current_stream().cuda_stream
+        launch.attrs, launch.numAttrs = [early], 1
+        _check(driver.cuLaunchKernelEx(launch, self.handle, ctypes.addressof(pointers), 0))
 
 
 def compile_source(name: str, defines: tuple[tuple[str, int], ...], arch: str) -> tuple[bytes, str]:
@@ -40,7 +51,7 @@ def compile_source(name: str, defines: tuple[tuple[str, int], ...], arch: str) -
     """
     source = (_SOURCE / f"{name}.cu").read_bytes()
     program = _check(nvrtc.nvrtcCreateProgram(source, f"{name}.cu".encode(), 0, [], []))
-    options = [f"--gpu-architecture={arch}", "--std=c++17", "--ptxas-options=-v"]
+    options = [f"--gpu-architecture={arch}", "--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
     options += [f"-D{key}={value}" for key, value in defines]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
@@ -54,8 +65,8 @@ def compile_source(name: str, defines: tuple[tuple[str, int], ...], arch: str) -
     return code, text
 
 
-@lru_cache(maxsize=None)
-def kernel(name: str, defines: tuple[tuple[str, int], ...], threads: int, device: int) -> Kernel:
+@cache
+def kernel(name: str, defines: tuple[tuple[str, int], ...], device: int) -> Kernel:
     """The kernel `name` of `name`.cu on a device; compiled once a process, in about a second.
 
     Raises:
@@ -67,15 +78,53 @@ def kernel(name: str, defines: tuple[tuple[str, int], ...], threads: int, device
         code, _ = compile_source(name, defines, f"sm_{major}{minor}")
         module = _check(driver.cuModuleLoadData(code))
         handle = _check(driver.cuModuleGetFunction(module, name.encode()))
-        at, size = _check(driver.cuModuleGetGlobal(module, b"shared_bytes"))
-        shared = ctypes.c_int()
-        _check(driver.cuMemcpyDtoH(ctypes.addressof(shared), at, size))
+        at, size = _check(driver.cuModuleGetGlobal(module, b"launch_bounds"))
+        bounds = (ctypes.c_int * 2)()
+        _check(driver.cuMemcpyDtoH(ctypes.addressof(bounds), at, size))
+        threads, shared_bytes = bounds
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _check(driver.cuFuncSetAttribute(handle, attribute, shared.value))
-        return Kernel(handle, threads, shared.value)
+        _check(driver.cuFuncSetAttribute(handle, attribute, shared_bytes))
+        return Kernel(handle, threads, shared_bytes)
 
 
-def _check(result: tuple) -> object:  # type: ignore[type-arg]
+@lru_cache(maxsize=4096)
+def tensor_map(address: int, dtype: torch.dtype, slots: int, heads: int, dv: int, dk: int, slot_bytes: int) -> Any:
+    """How the copy engine sees a pool of states [slots, heads, dv, dk]: heads of dv rows in slices of 128 bytes.
+
+    Args:
+        address: of the first element, divisible by 16.
+        dtype: of the states.
+        slots: blocks in the pool.
+        heads: value heads.
+        dv: rows of a head.
+        dk: columns.
+        slot_bytes: from one slot to the next, divisible by 16.
+    """
+    types = driver.CUtensorMapDataType
+    kinds = {
+        torch.bfloat16: types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.float16: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        torch.float32: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+    }
+    whole, size = (driver.cuuint64_t, driver.cuuint32_t)
+    return _check(
+        driver.cuTensorMapEncodeTiled(
+            kinds[dtype],
+            3,
+            address,
+            [whole(dk), whole(heads * dv), whole(slots)],
+            [whole(dk * dtype.itemsize), whole(slot_bytes)],
+            [size(128 // dtype.itemsize), size(dv), size(1)],
+            [size(1)] * 3,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+
+
+def _check(result: tuple[Any, ...]) -> Any:
     status, *values = result
     if status.value:
         raise RuntimeError(f"{type(status).__name__} {status.name} in a call of the CUDA driver or compiler")

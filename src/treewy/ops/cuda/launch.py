@@ -7,8 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from treewy.ops.api import GatedNorm, GDNParams, LayerState
-from treewy.ops.cuda.build import kernel
+from treewy.ops.api import KEY_EPS, GatedNorm, GDNParams, LayerState
+from treewy.ops.cuda.build import kernel, tensor_map
 from treewy.ops.device_window import DeviceWindow
 from treewy.ops.support import unsupported_reason
 from treewy.ops.triton import convolve
@@ -21,17 +21,17 @@ class _Arguments(ctypes.Structure):
         [
             (name, ctypes.c_void_p)
             for name in (
-                "queries", "keys", "values", "gates", "state", "a", "b", "z", "weight", "out", "end", "pending",
+                "queries", "keys", "values", "gates", "a", "b", "z", "weight", "out", "end", "pending", "places",
                 "slots", "requests", "rows", "ancestors", "longest", "neg_A", "dt_bias",
             )
         ]
         + [
             (name, ctypes.c_int64)
-            for name in ("slot_stride", "a_stride", "a_row", "b_stride", "b_row", "z_stride", "z_row")
+            for name in ("a_stride", "a_row", "b_stride", "b_row", "z_stride", "z_row")
         ]
         + [
             (name, ctypes.c_int)
-            for name in ("T", "ring", "capacity", "H", "HV", "gates32", "weight32", "fold_always")
+            for name in ("ring", "capacity", "H", "HV", "fold_always")
         ]
         + [(name, ctypes.c_float) for name in ("beta_scale", "eps", "norm_eps")]
     )  # fmt: skip
@@ -91,22 +91,28 @@ def verify_mixed(
     out = torch.empty(batch, rows, dims.num_v_heads, dims.head_v_dim, dtype=queries.dtype, device=queries.device)
     arguments = _arguments(state, params.dims.num_k_heads)
     arguments.queries, arguments.a, arguments.b, arguments.out = (t.data_ptr() for t in (queries, a, b, out))
-    arguments.gates32 = gates == torch.float32
     arguments.a_stride, arguments.a_row, arguments.b_stride, arguments.b_row = *a.stride()[:2], *b.stride()[:2]
     if norm is not None:
         _expect("z", norm.z, tuple(out.shape), queries.dtype)
-        if norm.z.stride(2) != dims.head_v_dim:
-            raise ValueError(f"z has strides {norm.z.stride()}; its heads must be adjacent")
+        if (
+            norm.z.stride(2) != dims.head_v_dim
+            or norm.z.stride(0) % 8
+            or norm.z.stride(1) % 8
+            or norm.z.data_ptr() % 16
+        ):
+            raise ValueError(
+                f"z has strides {norm.z.stride()}; its heads must be adjacent and its rows 16 bytes aligned"
+            )
         arguments.z, arguments.weight = norm.z.data_ptr(), norm.weight.data_ptr()
         arguments.z_stride, arguments.z_row = norm.z.stride()[:2]
-        arguments.weight32, arguments.norm_eps = norm.weight.dtype == torch.float32, norm.eps
+        arguments.norm_eps = norm.eps
     arguments.slots, arguments.requests = window.slots.data_ptr(), window.requests.data_ptr()
     arguments.rows, arguments.longest = window.tree_rows.data_ptr(), window.longest.data_ptr()
-    arguments.ancestors = window.ancestors.data_ptr()
+    arguments.ancestors, arguments.places = window.ancestors.data_ptr(), window.places.data_ptr()
     arguments.neg_A, arguments.dt_bias = params.neg_A.data_ptr(), params.dt_bias.data_ptr()
-    arguments.T, arguments.fold_always = rows, fold_always
+    arguments.fold_always = fold_always
     arguments.beta_scale, arguments.eps = params.beta_scale, params.eps
-    _launch(state, rows, batch, arguments, norm is not None)
+    _launch(state, rows, batch, arguments, gates, norm)
     return out
 
 
@@ -117,8 +123,8 @@ def fold(state: LayerState, slots: Tensor, requests: Tensor) -> None:
     slots, requests = slots.long().contiguous(), requests.long().contiguous()
     arguments = _arguments(state, state.keys.shape[2])
     arguments.slots, arguments.requests = slots.data_ptr(), requests.data_ptr()
-    arguments.fold_always, arguments.eps = True, 1e-6
-    _launch(state, 0, slots.numel(), arguments, False)
+    arguments.fold_always, arguments.eps = True, KEY_EPS
+    _launch(state, 0, slots.numel(), arguments, torch.float32, None)
 
 
 def _arguments(state: LayerState, key_heads: int) -> _Arguments:
@@ -126,36 +132,37 @@ def _arguments(state: LayerState, key_heads: int) -> _Arguments:
         keys=state.keys.data_ptr(),
         values=state.values.data_ptr(),
         gates=state.gates.data_ptr(),
-        state=state.checkpoint.data_ptr(),
         end=state.end.data_ptr(),
         pending=state.pending.data_ptr(),
     )
-    arguments.slot_stride = state.checkpoint.stride(0)
     arguments.ring, arguments.capacity = state.keys.shape[1], state.capacity
     arguments.H, arguments.HV = key_heads, state.checkpoint.shape[1]
     return arguments
 
 
-def _launch(state: LayerState, rows: int, batch: int, arguments: _Arguments, norm: bool) -> None:
+def _launch(
+    state: LayerState, rows: int, batch: int, arguments: _Arguments, gates: torch.dtype, norm: GatedNorm | None
+) -> None:
     heads, dv, dk = state.checkpoint.shape[1:]
     defines = {
         "DK": dk,
         "DV": dv,
-        "KT": -(-(state.capacity + rows) // 8),
-        "QT": max(1, -(-rows // 8)),
+        "WINDOW": rows,
+        "ROWS": state.capacity + rows,
         "BF16": int(state.keys.dtype == torch.bfloat16),
         "STATE32": int(state.checkpoint.dtype == torch.float32),
-        "NORM": int(norm),
+        "NORM": int(norm is not None),
+        "GATES32": int(gates == torch.float32),
+        "WEIGHT32": int(norm is not None and norm.weight.dtype == torch.float32),
     }
-    threads = max(128, dv)
-    device = state.checkpoint.device.index
-    kernel("verify", tuple(defines.items()), threads, device)((heads, batch), arguments)
+    pool = state.checkpoint
+    states = tensor_map(pool.data_ptr(), pool.dtype, *pool.shape, pool.stride(0) * pool.dtype.itemsize)
+    run = kernel("verify", tuple(defines.items()), pool.device.index)
+    run((heads, batch), ctypes.addressof(arguments), states.getPtr())
 
 
 def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-        raise ValueError(
-            f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; this plan takes {shape} of {dtype}"
-        )
+        raise ValueError(f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; this plan takes {shape} of {dtype}")
     if tensor.stride(-1) != 1:
         raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")

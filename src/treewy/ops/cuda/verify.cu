@@ -19,7 +19,8 @@
 //   * The solve is forward substitution by blocks of 8 on the matrix unit: TF32 with both operands split in two, error
 //     2^-21. Accumulators of one product are, register by register, the operand of the next.
 //
-// Compiled with: DK, DV (64, 128, 256); KT, QT (tiles of 8 rows: joint, of queries); BF16 (else fp16); STATE32; NORM.
+// Compiled with: DK, DV (64, 128, 256); KT, QT (tiles of 8 rows: joint, of queries); BF16 (else fp16); STATE32; NORM;
+// GATES32, WEIGHT32 (a and b, the norm's weight, are fp32).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -31,14 +32,14 @@ struct Arguments {
     const u16* keys;      // [R, ring, H, DK]
     const u16* values;    // [R, ring, HV, DV]
     float2* gates;        // [R, ring, HV] log decay, beta
-    void* state;          // [slots, HV, DV, DK]
     const void* a;        // [B, T, HV]
     const void* b;
     const u16* z;         // [B, T, HV, DV], read if NORM
     const void* weight;   // [DV], read if NORM
     u16* out;             // [B, T, HV, DV]
-    const int* end;       // [R]
+    const int* end;       // [R], read if T is 0
     int* pending;         // [R, HV]
+    const int2* places;   // [B] end, most pending rows of a head
     const i64* slots;     // [B]
     const i64* requests;  // [B]
     const int* rows;      // [B]
@@ -46,44 +47,58 @@ struct Arguments {
     const int* longest;   // [B]
     const float* neg_A;   // [HV]
     const float* dt_bias; // [HV]
-    i64 slot_stride, a_stride, a_row, b_stride, b_row, z_stride, z_row;
-    int T, ring, capacity, H, HV, gates32, weight32, fold_always;
+    i64 a_stride, a_row, b_stride, b_row, z_stride, z_row;
+    int ring, capacity, H, HV, fold_always;
     float beta_scale, eps, norm_eps;
 };
 
-constexpr int WARPS = DV > 128 ? DV / 32 : 4;
+constexpr int at_least(int x, int y) { return x > y ? x : y; }
+constexpr int at_most(int x, int y) { return x < y ? x : y; }
+constexpr int T = WINDOW;
+constexpr int KT = (ROWS + 7) / 8, QT = at_least(1, (T + 7) / 8); // tiles of 8 rows: joint, of queries
+#ifndef WARPS
+#define WARPS (QT > 2 ? DV / 16 : at_least(4, DV / 32))
+#endif
 constexpr int THREADS = 32 * WARPS;
 constexpr int MT = DV / (16 * WARPS);        // tiles of 16 dv rows of a warp
-constexpr int KR = 8 * KT, QR = 8 * QT;      // rows, padded
-constexpr int XT = KT + QT;
+constexpr int KR = 8 * KT, QR = 8 * QT, XT = KT + QT;
+template <bool WIDE> struct MaskOf { using type = u64; };
+template <> struct MaskOf<false> { using type = u32; };
+using Mask = MaskOf<(QT > 4)>::type;         // ancestors of a row
 constexpr int MS = KR % 16 ? KR : KR + 8;    // row stride of the squares; 8 or 24 mod 32: no bank conflicts
 constexpr int OS = DV + 4;                   // row stride of the outputs
 constexpr int STATE_BYTES = STATE32 ? 4 : 2;
+// Bytes of a row in shared memory: padded, so that what a warp reads together lies in different banks.
+constexpr int X_ROW = DK * 2 + 16, V_ROW = DV * 2 + 16;
+// The state comes and goes by the tensor copy engine, in slices of 128 bytes a row, which permutes each row's 16 bytes.
+constexpr int SLICES = DK * STATE_BYTES / 128;
 
-__host__ __device__ constexpr int later(int at, int bytes) { return at + (bytes + 15) / 16 * 16; }
-__host__ __device__ constexpr int at_least(int x, int y) { return x > y ? x : y; }
-__host__ __device__ constexpr int at_most(int x, int y) { return x < y ? x : y; }
-// Keys, then queries, then values; outputs take the place of queries and values when these are used up.
-constexpr int AT_X = 0;
-constexpr int AT_OUT = KR * DK * 2;
-constexpr int AT_V = later(AT_OUT, QR * DK * 2);
-constexpr int AT_S = at_least(later(AT_V, KR * DV * 2), later(AT_OUT, QR * OS * 4));
-constexpr int AT_Z = later(AT_S, DV * DK * STATE_BYTES);
-constexpr int AT_M = later(AT_Z, NORM ? QR * DV * 2 : 0);
+constexpr int later(int at, int bytes) { return at + (bytes + 15) / 16 * 16; }
+// The state; keys, then queries; values; squares; what is known of rows.
+constexpr int AT_S = 0;
+constexpr int AT_BARRIER = DV * DK * STATE_BYTES;
+constexpr int AT_X = AT_BARRIER + 16;
+constexpr int AT_V = later(AT_X, (ROWS + T) * X_ROW);
+constexpr int AT_OUT = AT_X + ROWS * X_ROW; // in the place of queries and values, when these are used up
+constexpr int AT_M = at_least(later(AT_V, ROWS * V_ROW), later(AT_OUT, T * OS * 4));
 constexpr int AT_A = later(AT_M, KR * MS * 4);
-constexpr int AT_C = later(AT_A, QR * MS * 4);
-constexpr int AT_G = later(AT_C, KR * 8);
-constexpr int AT_KEYROWS = later(AT_G, KR * 8);      // float4: kappa, beta, b, exp(c) kappa
+constexpr int AT_GATES = later(AT_A, T * MS * 4);   // float2: log decay, beta
+constexpr int AT_C = later(AT_GATES, KR * 8);        // float2: c, in two parts
+constexpr int AT_KEYROWS = later(AT_C, KR * 8);      // float4: b, exp(c) kappa, -b kappa
 constexpr int AT_QROWS = later(AT_KEYROWS, KR * 16); // float2: rho / sqrt(dk), exp(c) rho / sqrt(dk)
 constexpr int AT_MASKS = later(AT_QROWS, QR * 8);
-constexpr int SHARED = later(AT_MASKS, QR * 8);
-extern "C" __constant__ const int shared_bytes = SHARED;
+constexpr int SHARED = later(AT_MASKS, QR * 8); // a tile past the last row reads what follows, into columns of nobody
 
 // Blocks that an SM is to hold: as many as fit its shared memory, with the registers that accumulators need.
-constexpr int REGISTERS = at_most(255, 88 + 4 * MT * XT);
+constexpr int REGISTERS = at_most(255, 72 + 4 * MT * XT);
 #ifndef BLOCKS
 constexpr int BLOCKS = at_least(1, at_most(227 * 1024 / (SHARED + 1024), 65536 / (THREADS * REGISTERS)));
 #endif
+extern "C" __constant__ const int launch_bounds[2] = {THREADS, SHARED};
+
+struct alignas(64) TensorMap {
+    u64 opaque[16];
+};
 
 #define D __device__ __forceinline__
 
@@ -117,22 +132,55 @@ D u32 pack(float lo, float hi) {
 }
 #endif
 
-D float element(const void* base, i64 at, int is32) {
-    return is32 ? static_cast<const float*>(base)[at] : low(static_cast<const u16*>(base)[at]);
+template <int IS32> D float element(const void* base, i64 at) {
+    return IS32 ? static_cast<const float*>(base)[at] : low(static_cast<const u16*>(base)[at]);
 }
 
 // ---- Shared memory and the matrix unit
 
 D u32 address(const void* shared) { return static_cast<u32>(__cvta_generic_to_shared(shared)); }
 
-D void copy16(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from)); }
-D void close_group() { asm volatile("cp.async.commit_group;"); }
-template <int N> D void wait_groups() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+template <int BYTES> D void copy(u32 to, const void* from) {
+    if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
+}
+D void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Place of the 16 bytes `chunk` of a row; rows of 16-bit numbers are permuted so that 8 rows meet 8 banks.
-template <int COLUMNS> D u32 place16(int row, int chunk) { return row * (COLUMNS * 2) + ((chunk ^ (row & 7)) << 4); }
-D u32 place32(int row, int chunk) { return row * (DK * 4) + ((chunk ^ ((row & 3) << 1)) << 4); }
-D u32 place_state(int row, int chunk) { return STATE32 ? place32(row, chunk) : place16<DK>(row, chunk); }
+// A barrier that counts the bytes of a state.
+D void open(u32 barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n fence.mbarrier_init.release.cluster;" ::"r"(barrier) : "memory");
+}
+D void wait(u32 barrier) {
+    asm volatile("{.reg .pred done;\n"
+                 "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n"
+                 "@!done bra again;}" ::"r"(barrier) : "memory");
+}
+D void read_state(u32 to, const TensorMap& map, int head, int slot, u32 barrier) {
+    asm volatile("{.reg .b64 token; mbarrier.arrive.expect_tx.shared::cta.b64 token, [%0], %1;}"
+                 ::"r"(barrier), "n"(DV * DK * STATE_BYTES) : "memory");
+#pragma unroll
+    for (int slice = 0; slice < SLICES; ++slice)
+        asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+                     ::"r"(to + slice * (DV * 128)), "l"(&map), "r"(slice * (128 / STATE_BYTES)), "r"(head * DV), "r"(slot),
+                     "r"(barrier) : "memory");
+}
+D void write_state(const TensorMap& map, int head, int slot, u32 from) {
+#pragma unroll
+    for (int slice = 0; slice < SLICES; ++slice)
+        asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];"
+                     ::"l"(&map), "r"(slice * (128 / STATE_BYTES)), "r"(head * DV), "r"(slot), "r"(from + slice * (DV * 128))
+                     : "memory");
+    asm volatile("cp.async.bulk.commit_group;\n cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+// A launch may begin while the one before it ends (programmatic dependent launch).
+D void after_launch_before() { asm volatile("griddepcontrol.launch_dependents;\n griddepcontrol.wait;" ::: "memory"); }
+D void before_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Where rows are: keys first, in tiles; then queries, in tiles. Where the 16 bytes `chunk` of a row are.
+D int memory_row(int x) { return x < KR ? x : x - KR + ROWS; }
+D int x_at(int row, int chunk) { return row * X_ROW + chunk * 16; }
+D int v_at(int row, int chunk) { return row * V_ROW + chunk * 16; }
+D int s_at(int row, int chunk) { return chunk / 8 * (DV * 128) + row * 128 + ((chunk % 8 ^ row & 7) << 4); }
 
 D void load4(u32 (&r)[4], u32 from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -149,7 +197,7 @@ D void load_transposed(u32 (&r)[2], u32 from) {
 
 // c += a b, 16 x 16 by 16 x 8, 16-bit.
 D void product16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -157,7 +205,7 @@ D void product16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 
 // c += a b, 16 x 8 by 8 x 8, TF32.
 D void product32(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -173,6 +221,7 @@ D void split(float x, u32& big, u32& small) {
 // is row 2k of the tile for k < 4 and row 2 (k - 4) + 1 above, on both sides of the product.
 struct Left {
     u32 big[4], small[4];
+    D Left() {}
     D explicit Left(const float (&c)[4]) {
         split(c[0], big[0], small[0]);
         split(c[2], big[1], small[1]);
@@ -181,167 +230,270 @@ struct Left {
     }
 };
 
-// c += left m^T, with m an 8 x 8 block of a square in shared memory.
-D void product(float (&c)[4], const Left& left, const float* m, int g, int q) {
-    const float2 pair = *reinterpret_cast<const float2*>(m + g * MS + 2 * q);
-    u32 big0, small0, big1, small1;
-    split(pair.x, big0, small0);
-    split(pair.y, big1, small1);
-    product32(c, left.small, big0, big1);
-    product32(c, left.big, small0, small1);
-    product32(c, left.big, big0, big1);
+// The transpose of an 8 x 8 block of a square in shared memory, as the right operand.
+struct Right {
+    u32 big[2], small[2];
+    D Right(const float* block, int g, int q) {
+        const float2 pair = *reinterpret_cast<const float2*>(block + g * MS + 2 * q);
+        split(pair.x, big[0], small[0]);
+        split(pair.y, big[1], small[1]);
+    }
+};
+
+template <int N> struct Constant { static constexpr int value = N; };
+
+// body(first, count) for tiles FIRST .. LAST - 1 in groups, whose first tile is in use.
+template <int FIRST, int LAST, int SIZE, class InUse, class Body> D void groups(const InUse& in_use, const Body& body) {
+    if constexpr (FIRST < LAST) {
+        if (in_use(FIRST)) body(Constant<FIRST>(), Constant<at_most(SIZE, LAST - FIRST)>());
+        groups<FIRST + SIZE, LAST, SIZE>(in_use, body);
+    }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify(const __grid_constant__ Arguments p) {
-    extern __shared__ __align__(128) char shared[];
+// The gated norm of rows of outputs: LANES lanes a row, each with PARTS times EACH adjacent elements.
+struct Gated {
+    static constexpr int LANES = QT == 1 ? 32 : 8;
+    static constexpr int EACH = at_most(8, DV / LANES), PARTS = DV / LANES / EACH;
+    float weight[PARTS][EACH];
+    u32 z[PARTS][EACH / 2];
+    const u16* from;
+    i64 row;
+
+    D Gated(const Arguments& p, i64 batch, int head, int warp, int lane) {
+        if constexpr (NORM) {
+            from = p.z + batch * p.z_stride + head * DV;
+            row = p.z_row;
+            if (QT == 1) load_weight(p, lane), load(warp, T, lane);
+            else
+                for (int line = threadIdx.x; line < T * (DV / 64); line += THREADS)
+                    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + line / (DV / 64) * row + line % (DV / 64) * 64));
+        }
+    }
+
+    D void load_weight(const Arguments& p, int lane) {
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+            const int first = (part * LANES + lane % LANES) * EACH;
+#if WEIGHT32
+#pragma unroll
+            for (int e = 0; e < EACH; e += 2) {
+                const float2 two = *reinterpret_cast<const float2*>(static_cast<const float*>(p.weight) + first + e);
+                weight[part][e] = two.x, weight[part][e + 1] = two.y;
+            }
+#else
+            u32 pairs[EACH / 2];
+            vector(pairs, static_cast<const u16*>(p.weight) + first);
+#pragma unroll
+            for (int e = 0; e < EACH; e += 2) weight[part][e] = low(pairs[e / 2]), weight[part][e + 1] = high(pairs[e / 2]);
+#endif
+        }
+    }
+
+    D void load(int r, int T, int lane) {
+        if (r < T)
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) vector(z[part], from + r * row + (part * LANES + lane % LANES) * EACH);
+    }
+
+    D static void vector(u32 (&to)[EACH / 2], const u16* from) {
+        if constexpr (EACH == 2) to[0] = *reinterpret_cast<const u32*>(from);
+        else if constexpr (EACH == 4) {
+            const uint2 two = *reinterpret_cast<const uint2*>(from);
+            to[0] = two.x, to[1] = two.y;
+        } else {
+            const uint4 four = *reinterpret_cast<const uint4*>(from);
+            to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap state) {
+    extern __shared__ __align__(1024) char shared[];
     const u32 base = address(shared);
-    float* M = reinterpret_cast<float*>(shared + AT_M);       // -L below the diagonal blocks, (I + L)^-1 in them
-    float* A = reinterpret_cast<float*>(shared + AT_A);       // what queries take of w
-    double* c = reinterpret_cast<double*>(shared + AT_C);
-    double* log_decay = reinterpret_cast<double*>(shared + AT_G);
-    float4* key_rows = reinterpret_cast<float4*>(shared + AT_KEYROWS);
-    float2* query_rows = reinterpret_cast<float2*>(shared + AT_QROWS);
-    u64* masks = reinterpret_cast<u64*>(shared + AT_MASKS);
+    float* const M = reinterpret_cast<float*>(shared + AT_M); // -L below the diagonal blocks, (I + L)^-1 in them
+    float* const A = reinterpret_cast<float*>(shared + AT_A); // what queries take of w
+    float2* const gates = reinterpret_cast<float2*>(shared + AT_GATES);
+    float2* const c = reinterpret_cast<float2*>(shared + AT_C);
+    float4* const key_rows = reinterpret_cast<float4*>(shared + AT_KEYROWS);
+    float2* const query_rows = reinterpret_cast<float2*>(shared + AT_QROWS);
+    const u64* const masks = reinterpret_cast<u64*>(shared + AT_MASKS);
 
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, q = lane % 4;
+    const u32 state_there = base + AT_BARRIER;
+    constexpr int WARP_ROWS = DV / WARPS;
+    const int v0 = warp * WARP_ROWS;
+
     const int head = blockIdx.x, key_head = head / (p.HV / p.H);
     const i64 batch = blockIdx.y;
-    const i64 slot = p.slots[batch], request = p.requests[batch];
-    const int n = p.T ? p.rows[batch] : 0;
-    const int longest = p.T ? p.longest[batch] : 0;
-    u16* out = p.out + (batch * p.T * p.HV + head) * DV;
+
+    // 1. Ask for everything, each thing as soon as its address is known; first for what others wait for.
+    if (tid == 0) open(state_there);
+    after_launch_before();
+    const int slot = (int)p.slots[batch];
+    const i64 request = p.requests[batch];
+    const int n = T ? p.rows[batch] : 0;
+    u16* const out = p.out + (batch * T * p.HV + head) * DV;
     const int out_row = p.HV * DV;
     if (slot < 0) {
-        for (int at = tid; at < p.T * (DV / 8); at += THREADS)
-            *reinterpret_cast<uint4*>(out + at / (DV / 8) * (i64)out_row + at % (DV / 8) * 8) = make_uint4(0, 0, 0, 0);
+        for (int to = tid; to < T * (DV / 8); to += THREADS)
+            *reinterpret_cast<uint4*>(out + to / (DV / 8) * (i64)out_row + to % (DV / 8) * 8) = make_uint4(0, 0, 0, 0);
         return;
     }
-
-    // 1. Ask for rows, then for the state.
-    const int P = p.pending[request * p.HV + head];
-    const int joint = P + n;
-    const int first = p.end[request] - P;
-    const auto place = [&](int i) {
+    const int own = p.pending[request * p.HV + head]; // less than P where the head has folded already
+    const int2 looked_up = T ? p.places[batch] : make_int2(p.end[request], own);
+    const int P = looked_up.y, joint = P + n;
+    const int first = looked_up.x - P;
+    const int longest = T ? p.longest[batch] : 0;
+    float gate_a, gate_b, neg_A, dt_bias;
+    if (tid < T) {
+        copy<8>(base + AT_MASKS + tid * 8, p.ancestors + batch * T + tid);
+        gate_a = element<GATES32>(p.a, batch * p.a_stride + tid * p.a_row + head);
+        gate_b = element<GATES32>(p.b, batch * p.b_stride + tid * p.b_row + head);
+        neg_A = p.neg_A[head], dt_bias = p.dt_bias[head];
+    }
+    constexpr int X_CHUNKS = DK / 8, V_CHUNKS = DV / 8;
+    for (int r = tid / X_CHUNKS; r < T; r += THREADS / X_CHUNKS)
+        copy<16>(base + AT_X + x_at(ROWS + r, tid % X_CHUNKS),
+                 p.queries + ((batch * T + r) * p.H + key_head) * DK + tid % X_CHUNKS * 8);
+    Gated gated(p, batch, head, warp, lane);
+    const auto place = [&](int i) { // of joint row i in the ring
         int at = first + i;
         at = at < 0 ? at + p.ring : at;
-        at = at >= p.ring ? at - p.ring : at;
-        return request * p.ring + at;
+        return request * p.ring + (at >= p.ring ? at - p.ring : at);
     };
-    for (int at = tid; at < joint * (DK / 8); at += THREADS) {
-        const int i = at / (DK / 8), chunk = at % (DK / 8);
-        copy16(base + AT_X + place16<DK>(i, chunk), p.keys + (place(i) * p.H + key_head) * DK + chunk * 8);
-    }
-    for (int at = tid; at < n * (DK / 8); at += THREADS) {
-        const int r = at / (DK / 8), chunk = at % (DK / 8);
-        copy16(base + AT_X + place16<DK>(KR + r, chunk), p.queries + ((batch * p.T + r) * p.H + key_head) * DK + chunk * 8);
-    }
-    for (int at = tid; at < joint * (DV / 8); at += THREADS) {
-        const int i = at / (DV / 8), chunk = at % (DV / 8);
-        copy16(base + AT_V + place16<DV>(i, chunk), p.values + (place(i) * p.HV + head) * DV + chunk * 8);
-    }
-    if (NORM)
-        for (int at = tid; at < n * (DV / 8); at += THREADS) {
-            const int r = at / (DV / 8), chunk = at % (DV / 8);
-            copy16(base + AT_Z + (r * DV + chunk * 8) * 2, p.z + batch * p.z_stride + r * p.z_row + head * DV + chunk * 8);
-        }
-    close_group();
-    constexpr int WARP_ROWS = DV / WARPS;
-    constexpr int CHUNKS = DK * STATE_BYTES / 16;
-    char* const state = static_cast<char*>(p.state)
-                        + (slot * p.slot_stride + (i64)head * DV * DK + warp * WARP_ROWS * DK) * STATE_BYTES;
+    if (tid < P) copy<8>(base + AT_GATES + tid * 8, p.gates + place(tid) * p.HV + head);
 #pragma unroll
-    for (int step = 0; step < WARP_ROWS * CHUNKS / 32; ++step) {
-        const int at = step * 32 + lane;
-        copy16(base + AT_S + place_state(warp * WARP_ROWS + at / CHUNKS, at % CHUNKS), state + at * 16);
+    for (int i0 = 0; i0 < KR; i0 += THREADS / X_CHUNKS) {
+        const int i = i0 + tid / X_CHUNKS;
+        if (i >= joint) break;
+        copy<16>(base + AT_X + x_at(i, tid % X_CHUNKS), p.keys + (place(i) * p.H + key_head) * DK + tid % X_CHUNKS * 8);
+        if (X_CHUNKS == V_CHUNKS)
+            copy<16>(base + AT_V + v_at(i, tid % V_CHUNKS), p.values + (place(i) * p.HV + head) * DV + tid % V_CHUNKS * 8);
     }
-    close_group();
+    if (X_CHUNKS != V_CHUNKS)
+        for (int i = tid / V_CHUNKS; i < joint; i += THREADS / V_CHUNKS)
+            copy<16>(base + AT_V + v_at(i, tid % V_CHUNKS), p.values + (place(i) * p.HV + head) * DV + tid % V_CHUNKS * 8);
 
-    // 2. Gates, norms, sums of decays.
-    for (int i = tid; i < joint; i += THREADS) {
-        float2 gate;
-        if (i < P) {
-            gate = p.gates[place(i) * p.HV + head];
-        } else {
-            const int r = i - P;
-            const float x = element(p.a, batch * p.a_stride + r * p.a_row + head, p.gates32) + p.dt_bias[head];
-            const float y = element(p.b, batch * p.b_stride + r * p.b_row + head, p.gates32);
-            gate.x = fmaxf(p.neg_A[head] * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)))), -1e4f);
-            gate.y = p.beta_scale / (1.0f + expf(-y));
-            p.gates[place(i) * p.HV + head] = gate;
-            masks[r] = p.ancestors[batch * p.T + r];
-        }
-        log_decay[i] = gate.x;
-        key_rows[i].y = gate.y;
+    if (tid == 0) read_state(base + AT_S, state, head, slot, state_there);
+    if (tid < n) {
+        const float x = gate_a + dt_bias;
+        const float log_decay = neg_A * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
+        const float2 both = make_float2(fmaxf(log_decay, -1e3f), p.beta_scale / (1.0f + expf(-gate_b)));
+        gates[P + tid] = both;
+        p.gates[place(P + tid) * p.HV + head] = both;
     }
-    wait_groups<1>();
+    wait_for_copies();
+    if (tid < P - own) gates[tid] = make_float2(0.0f, 0.0f); // a row without effect
     __syncthreads();
-    for (int i = tid; i < joint; i += THREADS) {
-        double sum = 0.0;
-        for (int j = 0; j < min(i + 1, P); ++j) sum += log_decay[j];
-        if (i >= P)
-            for (u64 mask = masks[i - P]; mask; mask &= mask - 1) sum += log_decay[P + __ffsll(mask) - 1];
-        c[i] = sum;
-    }
-    for (int at = tid; at < (joint + n + 3) / 4 * 32; at += THREADS) {
-        const int i = at / 8, part = at % 8;
-        const int row = i < joint ? i : KR + i - joint;
-        float sum = 0.0f;
-        if (i < joint + n)
+
+    // 2. Norms, sums of decays along the paths: EACH_ROW lanes a row.
+    constexpr int EACH_ROW = XT > 4 ? 4 : 8;
+    for (int at = tid; at < ((joint + n) * EACH_ROW + 31) / 32 * 32; at += THREADS) {
+        const int x = at / EACH_ROW, part = at % EACH_ROW;
+        const bool is_key = x < joint, is_query = !is_key && x < joint + n;
+        const int i = is_query ? x - n : min(x, joint - 1); // row of the joint system
+        const int row = is_query ? ROWS + x - joint : i;
+        float four[4] = {};
 #pragma unroll
-            for (int chunk = part; chunk < DK / 8; chunk += 8) {
-                const uint4 eight = *reinterpret_cast<const uint4*>(shared + AT_X + place16<DK>(row, chunk));
-                for (u32 pair : {eight.x, eight.y, eight.z, eight.w})
-                    sum += low(pair) * low(pair) + high(pair) * high(pair);
+        for (int chunk = 0; chunk < DK / 8; chunk += EACH_ROW) {
+            const uint4 eight = *reinterpret_cast<const uint4*>(shared + AT_X + x_at(row, chunk + part));
+            const u32 pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+            for (int e = 0; e < 4; ++e) four[e] += low(pairs[e]) * low(pairs[e]) + high(pairs[e]) * high(pairs[e]);
+        }
+        float squares = (four[0] + four[1]) + (four[2] + four[3]);
+        const Mask path = i < P ? 0 : (Mask)masks[i - P];
+        double sum = 0.0;
+        if constexpr (KT <= 3) {
+#pragma unroll
+            for (int j0 = 0; j0 < KR; j0 += EACH_ROW) {
+                const int j = j0 + part;
+                const bool above = j < P ? j <= i : path >> (j - P & 31) & 1;
+                sum += j < joint && above ? gates[j].x : 0.0f;
             }
-        for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-        const float scale = rsqrtf(sum + p.eps);
-        if (part == 0 && i < joint) key_rows[i].x = scale;
-        if (part == 0 && i >= joint && i < joint + n) query_rows[i - joint].x = scale * rsqrtf((float)DK);
+        } else {
+#pragma unroll 1
+            for (int j = part; j < min(i + 1, P); j += EACH_ROW) sum += gates[j].x;
+            Mask rest = path; // each lane takes every EACH_ROW-th bit that is set
+#pragma unroll
+            for (int skip = 1; skip < EACH_ROW; ++skip) rest = part >= skip ? rest & (rest - 1) : rest;
+#pragma unroll 1
+            while (rest) {
+                sum += gates[P + __ffsll(rest) - 1].x;
+#pragma unroll
+                for (int skip = 0; skip < EACH_ROW; ++skip) rest &= rest - 1;
+            }
+        }
+#pragma unroll
+        for (int step = 1; step < EACH_ROW; step *= 2) {
+            squares += __shfl_xor_sync(0xffffffffu, squares, step);
+            sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        }
+        const float scale = rsqrtf(squares + p.eps), from_state = expf((float)sum);
+        if (part == 0 && is_key) {
+            const float beta = gates[i].y;
+            c[i] = make_float2((float)sum, (float)(sum - (float)sum));
+            key_rows[i] = make_float4(beta * scale, from_state * scale, -beta * scale * scale, 0.0f);
+        }
+        if (part == 0 && is_query) {
+            const float rho = scale * rsqrtf((float)DK);
+            query_rows[x - joint] = make_float2(rho, rho * from_state);
+        }
     }
     __syncthreads();
 
     // 3. Products of the rows with each other.
-    for (int i = tid; i < KR; i += THREADS) {
-        float4 row = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (i < joint) {
-            row = key_rows[i];
-            row.z = row.x * row.y;
-            row.w = row.x * expf((float)c[i]);
-        }
-        *reinterpret_cast<float2*>(&key_rows[i].z) = make_float2(row.z, row.w);
-    }
-    for (int r = tid; r < n; r += THREADS) query_rows[r].y = query_rows[r].x * expf((float)c[P + r]);
     const int key_tiles = (joint + 7) / 8;
-    for (int unit = warp; unit < (XT + 1) / 2 * key_tiles; unit += WARPS) {
-        const int x0 = unit / key_tiles * 16, j0 = unit % key_tiles * 8;
+    constexpr int X_TILES = (XT + 1) / 2, WIDE = KT > 3 ? 2 : 1; // tiles of 8 columns of a product
+    for (int unit = warp; unit < X_TILES * ((key_tiles + WIDE - 1) / WIDE); unit += WARPS) {
+        const int x0 = unit % X_TILES * 16, j0 = unit / X_TILES * (8 * WIDE);
         const bool of_keys = x0 < min(joint, KR) && j0 <= x0 + 15;
         const bool of_queries = x0 + 15 >= KR && max(x0 - KR, 0) < n;
         if (!of_keys && !of_queries) continue;
-        float sum[2][4] = {};
-        const int a_row = min(x0 + lane % 16, 8 * XT - 1);
+        float sum[WIDE][2][4] = {};
+        const int a_row = memory_row(min(x0 + lane % 16, 8 * XT - 1));
 #pragma unroll
         for (int k = 0; k < DK / 32; ++k) {
-            u32 right[4], left[4];
-            load4(right, base + AT_X + place16<DK>(j0 + lane % 8, 4 * k + lane / 8));
-            load4(left, base + AT_X + place16<DK>(a_row, 4 * k + lane / 16));
-            product16(sum[0], left, right[0], right[1]);
-            load4(left, base + AT_X + place16<DK>(a_row, 4 * k + 2 + lane / 16));
-            product16(sum[1], left, right[2], right[3]);
+            u32 left[2][4];
+#pragma unroll
+            for (int step = 0; step < 2; ++step) load4(left[step], base + AT_X + x_at(a_row, 4 * k + 2 * step + lane / 16));
+#pragma unroll
+            for (int w = 0; w < WIDE; ++w) {
+                u32 right[4];
+                load4(right, base + AT_X + x_at(j0 + 8 * w + lane % 8, 4 * k + lane / 8));
+                product16(sum[w][0], left[0], right[0], right[1]);
+                product16(sum[w][1], left[1], right[2], right[3]);
+            }
         }
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const int x = x0 + g + 8 * (e / 2), j = j0 + 2 * q + e % 2;
-            const float dot = sum[0][e] + sum[1][e];
-            const int r = x < KR ? x - P : x - KR; // row of the tree, below 0 where pending
-            const int i = x < KR ? x : P + r;
-            float value = 0.0f;
-            if (i < joint && r < n && (x < KR ? j < i : j <= i)
-                && (j < P || (masks[max(r, 0)] >> max(j - P, 0) & 1))) {
-                const float ratio = expf((float)(c[i] - c[j]));
-                value = dot * ratio * (x < KR ? -key_rows[i].y * key_rows[i].x * key_rows[i].x : query_rows[r].x);
+        for (int half = 0; half < 2; ++half) {
+            const int x = x0 + g + 8 * half;
+            const bool is_key = x < KR;
+            const int r = is_key ? x - P : x - KR; // row of the tree, below 0 where pending
+            const int i = min(P + r, KR - 1);
+            const bool valid = i < joint && r < n;
+            const Mask path = r < 0 ? 0 : (Mask)masks[min(r, QR - 1)] & ~((Mask)is_key << r);
+            const float2 c_i = c[i];
+            const float factor = is_key ? key_rows[i].z : query_rows[min(max(r, 0), QR - 1)].x;
+            float* const to = is_key ? M + x * MS : A + (x - KR) * MS;
+#pragma unroll
+            for (int w = 0; w < WIDE; ++w) {
+                const int j = j0 + 8 * w + 2 * q;
+                if (j >= KR) continue;
+                const float4 c_j = *reinterpret_cast<const float4*>(c + j);
+                float value[2];
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int column = j + e;
+                    const bool above =
+                        column < P ? r >= 0 || column < x : path >> (column - P & (int)(8 * sizeof(Mask) - 1)) & 1;
+                    const float ratio = expf((c_i.x - (e ? c_j.z : c_j.x)) + (c_i.y - (e ? c_j.w : c_j.y)));
+                    const float dot = sum[w][0][2 * half + e] + sum[w][1][2 * half + e];
+                    value[e] = valid && above && column < joint ? dot * ratio * factor : 0.0f;
+                }
+                if (is_key || r < T) *reinterpret_cast<float2*>(to + j) = make_float2(value[0], value[1]);
             }
-            if (x < KR) M[x * MS + j] = value;
-            else if (r < QR) A[r * MS + j] = value;
         }
     }
     __syncthreads();
@@ -363,8 +515,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify(const __gri
     }
 
     // 5. Products of the state with the rows: 16 dv rows by 8 rows a tile; keys first, then queries.
-    wait_groups<0>();
-    __syncwarp();
+    wait(state_there);
     float tile[MT][XT][4];
 #pragma unroll
     for (int m = 0; m < MT; ++m)
@@ -373,8 +524,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify(const __gri
 #pragma unroll
             for (int e = 0; e < 4; ++e) tile[m][x][e] = 0.0f;
     const auto in_use = [&](int x) { return x < KT ? 8 * x < joint : 8 * (x - KT) < n; };
-    const int v0 = warp * WARP_ROWS;
-#pragma unroll 1
+    constexpr int TOGETHER = 4; // tiles without a branch between them
+#pragma unroll(XT > 4 || STATE32 ? 1 : 2)
     for (int k = 0; k < DK / 32; ++k) {
 #if STATE32
         u32 big[MT][4][4], small[MT][4][4];
@@ -385,7 +536,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify(const __gri
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const float2 pair = *reinterpret_cast<const float2*>(
-                        shared + AT_S + place32(v0 + 16 * m + g + 8 * half, 8 * k + 2 * step + q / 2) + q % 2 * 8);
+                        shared + AT_S + s_at(v0 + 16 * m + g + 8 * half, 8 * k + 2 * step + q / 2) + q % 2 * 8);
                     split(pair.x, big[m][step][half], small[m][step][half]);
                     split(pair.y, big[m][step][half + 2], small[m][step][half + 2]);
                 }
@@ -395,28 +546,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify(const __gri
         for (int m = 0; m < MT; ++m)
 #pragma unroll
             for (int step = 0; step < 2; ++step)
-                load4(left[m][step], base + AT_S + place16<DK>(v0 + 16 * m + lane % 16, 4 * k + 2 * step + lane / 16));
+                load4(left[m][step], base + AT_S + s_at(v0 + 16 * m + lane % 16, 4 * k + 2 * step + lane / 16));
 #endif
+        const auto multiply = [&](auto x0, auto count) {
+            u32 right[count.value][4];
 #pragma unroll
-        for (int x = 0; x < XT; ++x) {
-            if (!in_use(x)) continue;
-            u32 right[4];
-            load4(right, base + AT_X + place16<DK>(8 * x + lane % 8, 4 * k + lane / 8));
+            for (int x = 0; x < count.value; ++x)
+                load4(right[x], base + AT_X + x_at(memory_row(8 * (x0.value + x)) + lane % 8, 4 * k + lane / 8));
 #pragma unroll
-            for (int m = 0; m < MT; ++m) {
+            for (int step = 0; step < (STATE32 ? 4 : 2); ++step)
+#pragma unroll
+                for (int x = 0; x < count.value; ++x)
+#pragma unroll
+                    for (int m = 0; m < MT; ++m) {
 #if STATE32
-#pragma unroll
-                for (int step = 0; step < 4; ++step) {
-                    const u32 r0 = __float_as_uint(low(right[step])), r1 = __float_as_uint(high(right[step]));
-                    product32(tile[m][x], small[m][step], r0, r1);
-                    product32(tile[m][x], big[m][step], r0, r1);
-                }
+                        const u32 r0 = __float_as_uint(low(right[x][step])), r1 = __float_as_uint(high(right[x][step]));
+                        product32(tile[m][x0.value + x], small[m][step], r0, r1);
+                        product32(tile[m][x0.value + x], big[m][step], r0, r1);
 #else
-                product16(tile[m][x], left[m][0], right[0], right[1]);
-                product16(tile[m][x], left[m][1], right[2], right[3]);
+                        product16(tile[m][x0.value + x], left[m][step], right[x][2 * step], right[x][2 * step + 1]);
 #endif
-            }
-        }
+                    }
+        };
+        if constexpr (XT <= TOGETHER) multiply(Constant<0>(), Constant<XT>());
+        else groups<0, KT, TOGETHER>(in_use, multiply), groups<KT, XT, TOGETHER>(in_use, multiply);
     }
 
     // 6. Right sides, then forward substitution by blocks.
@@ -424,7 +577,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify(const __gri
     for (int x = 0; x < KT; ++x) {
         if (!in_use(x)) continue;
         u32 v[2 * MT];
-        const u32 from = base + AT_V + place16<DV>(8 * x + lane % 8, v0 / 8 + lane / 8 % (2 * MT));
+        const u32 from = base + AT_V + v_at(8 * x + lane % 8, v0 / 8 + lane / 8 % (2 * MT));
         load_transposed(v, from);
         const float4 even = key_rows[8 * x + 2 * q], odd = key_rows[8 * x + 2 * q + 1];
         const bool has_even = 8 * x + 2 * q < joint, has_odd = 8 * x + 2 * q + 1 < joint;
@@ -433,11 +586,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify(const __gri
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float* const e = tile[m][x] + 2 * half;
-                e[0] = has_even ? even.z * (low(v[2 * m + half]) - even.w * e[0]) : 0.0f;
-                e[1] = has_odd ? odd.z * (high(v[2 * m + half]) - odd.w * e[1]) : 0.0f;
+                e[0] = has_even ? even.x * (low(v[2 * m + half]) - even.y * e[0]) : 0.0f;
+                e[1] = has_odd ? odd.x * (high(v[2 * m + half]) - odd.y * e[1]) : 0.0f;
             }
     }
-    __syncthreads(); // inverses are there; queries and values are used up
+    __syncthreads(); // inverses are there; queries, values and, without a fold, the state are used up
+    constexpr int LANES = Gated::LANES, EACH = Gated::EACH, PARTS = Gated::PARTS;
+    const int first_row = warp * (32 / LANES) + lane / LANES;
+    if (NORM && QT > 1) gated.load_weight(p, lane), gated.load(first_row, T, lane);
 #pragma unroll
     for (int x = KT; x < XT; ++x) {
         const int r = 8 * (x - KT) + 2 * q;
@@ -447,24 +603,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify(const __gri
             tile[m][x][0] *= even, tile[m][x][1] *= odd, tile[m][x][2] *= even, tile[m][x][3] *= odd;
         }
     }
+    const auto solve = [&](auto x_, auto) {
+        constexpr int x = x_.value;
+        Left w[MT];
+        {
+            const Right inverse(M + 8 * x * (MS + 1), g, q);
 #pragma unroll
-    for (int x = 0; x < KT; ++x) {
-        if (!in_use(x)) continue;
+            for (int m = 0; m < MT; ++m) {
+                const Left right_side(tile[m][x]);
+                float solved[4] = {}, rest[4] = {};
+                product32(solved, right_side.big, inverse.big[0], inverse.big[1]);
+                product32(rest, right_side.small, inverse.big[0], inverse.big[1]);
+                product32(rest, right_side.big, inverse.small[0], inverse.small[1]);
 #pragma unroll
-        for (int m = 0; m < MT; ++m) {
-            float w[4] = {};
-            product(w, Left(tile[m][x]), M + 8 * x * (MS + 1), g, q);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) tile[m][x][e] = w[e];
-            const Left solved(w);
-#pragma unroll
-            for (int y = x + 1; y < KT; ++y)
-                if (in_use(y)) product(tile[m][y], solved, M + 8 * y * MS + 8 * x, g, q);
-#pragma unroll
-            for (int y = KT; y < XT; ++y)
-                if (in_use(y)) product(tile[m][y], solved, A + 8 * (y - KT) * MS + 8 * x, g, q);
+                for (int e = 0; e < 4; ++e) tile[m][x][e] = solved[e] + rest[e];
+                w[m] = Left(tile[m][x]);
+            }
         }
-    }
+        const auto subtract = [&](auto y0, auto count) {
+#pragma unroll
+            for (int y = y0.value; y < y0.value + count.value; ++y) {
+                const Right square(y < KT ? M + 8 * y * MS + 8 * x : A + 8 * (y - KT) * MS + 8 * x, g, q);
+#pragma unroll
+                for (int m = 0; m < MT; ++m) product32(tile[m][y], w[m].small, square.big[0], square.big[1]);
+#pragma unroll
+                for (int m = 0; m < MT; ++m) product32(tile[m][y], w[m].big, square.small[0], square.small[1]);
+#pragma unroll
+                for (int m = 0; m < MT; ++m) product32(tile[m][y], w[m].big, square.big[0], square.big[1]);
+            }
+        };
+        if constexpr (XT <= TOGETHER) subtract(Constant<x + 1>(), Constant<XT - x - 1>());
+        else groups<x + 1, KT, TOGETHER>(in_use, subtract), groups<KT, XT, TOGETHER>(in_use, subtract);
+    };
+    groups<0, KT, 1>(in_use, solve);
 
     // 7. Outputs, turned over in shared memory; a warp normalises and writes whole rows.
     float* const turned = reinterpret_cast<float*>(shared + AT_OUT);
@@ -478,47 +649,63 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify(const __gri
                 if (r < n) turned[r * OS + v0 + 16 * m + g + 8 * (e / 2)] = tile[m][x][e];
             }
     __syncthreads();
-    for (int r = warp; r < p.T; r += WARPS) {
-        constexpr int EACH = DV / 32;
-        float o[EACH];
+    for (int r = first_row; r / (32 / LANES) * (32 / LANES) < T; r += WARPS * (32 / LANES)) {
+        float o[PARTS][EACH];
         float squares = 0.0f;
 #pragma unroll
-        for (int e = 0; e < EACH; ++e) {
-            o[e] = r < n ? turned[r * OS + lane * EACH + e] : 0.0f;
-            squares += o[e] * o[e];
-        }
-        if (NORM && r < n) {
-            for (int step = 1; step < 32; step *= 2) squares += __shfl_xor_sync(0xffffffffu, squares, step);
-            const float scale = rsqrtf(squares / DV + p.norm_eps);
+        for (int part = 0; part < PARTS; ++part)
 #pragma unroll
             for (int e = 0; e < EACH; e += 2) {
-                const u32 gates = *reinterpret_cast<const u32*>(shared + AT_Z + (r * DV + lane * EACH + e) * 2);
-                const float z0 = low(gates), z1 = high(gates);
-                o[e] *= scale * element(p.weight, lane * EACH + e, p.weight32) * z0 / (1.0f + expf(-z0));
-                o[e + 1] *= scale * element(p.weight, lane * EACH + e + 1, p.weight32) * z1 / (1.0f + expf(-z1));
+                const float2 two = *reinterpret_cast<const float2*>(
+                    turned + min(r, T - 1) * OS + (part * LANES + lane % LANES) * EACH + e);
+                o[part][e] = r < n ? two.x : 0.0f;
+                o[part][e + 1] = r < n ? two.y : 0.0f;
+                squares += o[part][e] * o[part][e] + o[part][e + 1] * o[part][e + 1];
             }
+        if (NORM) {
+#pragma unroll
+            for (int step = 1; step < LANES; step *= 2) squares += __shfl_xor_sync(0xffffffffu, squares, step);
+            const float scale = rsqrtf(squares / DV + p.norm_eps);
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+                for (int e = 0; e < EACH; e += 2) {
+                    const u32 pair = gated.z[part][e / 2];
+                    const float z0 = low(pair), z1 = high(pair);
+                    const float gate0 = __fdividef(z0, 1.0f + __expf(-z0)), gate1 = __fdividef(z1, 1.0f + __expf(-z1));
+                    o[part][e] = r < n ? o[part][e] * scale * gated.weight[part][e] * gate0 : 0.0f;
+                    o[part][e + 1] = r < n ? o[part][e + 1] * scale * gated.weight[part][e + 1] * gate1 : 0.0f;
+                }
         }
-        u32* const to = reinterpret_cast<u32*>(out + r * (i64)out_row + lane * EACH);
-        if constexpr (EACH == 2) *to = pack(o[0], o[1]);
-        else if constexpr (EACH == 4) *reinterpret_cast<uint2*>(to) = make_uint2(pack(o[0], o[1]), pack(o[2], o[3]));
-        else *reinterpret_cast<uint4*>(to) = make_uint4(pack(o[0], o[1]), pack(o[2], o[3]), pack(o[4], o[5]), pack(o[6], o[7]));
+        if (NORM) gated.load(r + WARPS * (32 / LANES), T, lane);
+        if (r < T)
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
+                u32* const to = reinterpret_cast<u32*>(out + r * (i64)out_row + (part * LANES + lane % LANES) * EACH);
+                u32 pairs[EACH / 2];
+#pragma unroll
+                for (int e = 0; e < EACH; e += 2) pairs[e / 2] = pack(o[part][e], o[part][e + 1]);
+                if constexpr (EACH == 2) *to = pairs[0];
+                else if constexpr (EACH == 4) *reinterpret_cast<uint2*>(to) = make_uint2(pairs[0], pairs[1]);
+                else *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+            }
     }
 
     // 8. Fold.
-    if (P == 0 || !(p.fold_always || P + longest > p.capacity)) return;
-    const double last = c[P - 1];
-    const float decay = expf((float)last);
+    if (own == 0 || !(p.fold_always || own + longest > p.capacity)) return;
+    const float2 last = c[P - 1];
+    const float decay = expf(last.x + last.y);
+    const auto until_last = [&](int j) { return j < P ? expf((last.x - c[j].x) + (last.y - c[j].y)) : 0.0f; };
 #pragma unroll
     for (int x = 0; x < KT; ++x) {
         const int j = 8 * x + 2 * q;
-        const float even = j < P ? expf((float)(last - c[j])) : 0.0f;
-        const float odd = j + 1 < P ? expf((float)(last - c[j + 1])) : 0.0f;
+        const float even = until_last(j), odd = until_last(j + 1);
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
             tile[m][x][0] *= even, tile[m][x][1] *= odd, tile[m][x][2] *= even, tile[m][x][3] *= odd;
         }
     }
-#pragma unroll 1
+#pragma unroll 2
     for (int k = 0; k < DK / 32; ++k) {
         float sum[MT][4][4]; // four tiles of 8 columns
 #pragma unroll
@@ -530,10 +717,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify(const __gri
                     const int v = v0 + 16 * m + g + 8 * half;
 #if STATE32
                     const float2 pair = *reinterpret_cast<const float2*>(
-                        shared + AT_S + place32(v, 8 * k + 2 * part + q / 2) + q % 2 * 8);
+                        shared + AT_S + s_at(v, 8 * k + 2 * part + q / 2) + q % 2 * 8);
                     sum[m][part][2 * half] = decay * pair.x, sum[m][part][2 * half + 1] = decay * pair.y;
 #else
-                    const u32 pair = *reinterpret_cast<const u32*>(shared + AT_S + place16<DK>(v, 4 * k + part) + 4 * q);
+                    const u32 pair = *reinterpret_cast<const u32*>(shared + AT_S + s_at(v, 4 * k + part) + 4 * q);
                     sum[m][part][2 * half] = decay * low(pair), sum[m][part][2 * half + 1] = decay * high(pair);
 #endif
                 }
@@ -541,7 +728,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify(const __gri
         for (int x = 0; x < KT; ++x) {
             if (8 * x >= P) continue;
             u32 right[4];
-            load_transposed(right, base + AT_X + place16<DK>(8 * x + lane % 8, 4 * k + lane / 8));
+            load_transposed(right, base + AT_X + x_at(8 * x + lane % 8, 4 * k + lane / 8));
             const bool has_even = 8 * x + 2 * q < P, has_odd = 8 * x + 2 * q + 1 < P;
 #pragma unroll
             for (int m = 0; m < MT; ++m) {
@@ -563,20 +750,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify(const __gri
                 for (int half = 0; half < 2; ++half) {
                     const int v = v0 + 16 * m + g + 8 * half;
 #if STATE32
-                    *reinterpret_cast<float2*>(shared + AT_S + place32(v, 8 * k + 2 * part + q / 2) + q % 2 * 8)
+                    *reinterpret_cast<float2*>(shared + AT_S + s_at(v, 8 * k + 2 * part + q / 2) + q % 2 * 8)
                         = make_float2(sum[m][part][2 * half], sum[m][part][2 * half + 1]);
 #else
-                    *reinterpret_cast<u32*>(shared + AT_S + place16<DK>(v, 4 * k + part) + 4 * q)
+                    *reinterpret_cast<u32*>(shared + AT_S + s_at(v, 4 * k + part) + 4 * q)
                         = pack(sum[m][part][2 * half], sum[m][part][2 * half + 1]);
 #endif
                 }
     }
-    __syncwarp();
-#pragma unroll
-    for (int step = 0; step < WARP_ROWS * CHUNKS / 32; ++step) {
-        const int at = step * 32 + lane;
-        *reinterpret_cast<uint4*>(state + at * 16) =
-            *reinterpret_cast<const uint4*>(shared + AT_S + place_state(v0 + at / CHUNKS, at % CHUNKS));
+    before_copy_engine();
+    __syncthreads();
+    if (tid == 0) {
+        p.pending[request * p.HV + head] = 0;
+        write_state(state, head, slot, base + AT_S);
     }
-    if (tid == 0) p.pending[request * p.HV + head] = 0;
 }

@@ -29,6 +29,8 @@ def convolution_kernel(
     p_window_inputs,  # [R, max_rows, C]
     p_window_rows,  # [R]
     p_end,  # [R]
+    p_pending,  # [R, HV]
+    p_places,  # [B, 2]
     p_taps,  # [WIDTH, C]
     p_bias,  # [C], read if BIAS
     p_slots,  # [B]
@@ -44,6 +46,8 @@ def convolution_kernel(
     slot_stride,
     C: tl.constexpr,
     KEY: tl.constexpr,
+    HV: tl.constexpr,
+    HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -62,7 +66,7 @@ def convolution_kernel(
     if BIAS:
         bias = tl.load(p_bias + c, mask=in_layer, other=0.0)
     inputs, outputs, valids = (), (), ()
-    first_rows, requests, counts, stash_rows, ring_rows = (), (), (), (), ()
+    first_rows, requests, places, counts, ends, stash_rows, ring_rows = (), (), (), (), (), (), ()
     place = (first // T).to(tl.int64)
     t = first % T
     for _ in tl.static_range(ROWS):
@@ -91,7 +95,9 @@ def convolution_kernel(
         valids += (valid,)
         first_rows += (valid & (t == 0),)
         requests += (request,)
+        places += (place,)
         counts += (rows,)
+        ends += (end,)
         stash_rows += (request * max_rows + t,)
         at = end + t
         ring_rows += (request * ring + tl.where(at < ring, at, at - ring),)
@@ -107,4 +113,8 @@ def convolution_kernel(
         tl.store(p_values + ring_rows[i] * VALUE + (c - 2 * KEY), outputs[i], mask=there & (c >= 2 * KEY))
         tl.store(p_window_inputs + stash_rows[i] * C + c, inputs[i], mask=there)
         if (tl.program_id(0) == 0) & first_rows[i]:
+            h = tl.arange(0, HEADS)
+            pending = tl.load(p_pending + requests[i] * HV + h, mask=h < HV, other=0)
+            tl.store(p_places + places[i] * 2, ends[i])
+            tl.store(p_places + places[i] * 2 + 1, tl.max(pending, axis=0))
             tl.store(p_window_rows + requests[i], counts[i])

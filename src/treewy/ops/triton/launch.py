@@ -75,10 +75,11 @@ def convolve(state: LayerState, window: DeviceWindow, x: Tensor, params: GDNPara
     grid = (triton.cdiv(dims.conv_dim, block_c), triton.cdiv(tokens, rows))
     convolution_kernel[grid](
         x, queries, state.keys, state.values, state.conv, state.window_inputs, state.window_rows, state.end,
-        params.taps, params.conv_bias, window.slots, window.requests, window.tree_rows, window.conv_ancestors,
-        window.batch, window.rows, state.window_inputs.shape[1], state.keys.shape[1], x.stride(0), x.stride(1),
-        state.conv.stride(0), C=dims.conv_dim, KEY=dims.key_dim, WIDTH=dims.conv_width,
-        BIAS=params.conv_bias is not None, ROWS=rows, BLOCK_C=block_c, num_warps=2 // rows,
+        state.pending, window.places, params.taps, params.conv_bias, window.slots, window.requests, window.tree_rows,
+        window.conv_ancestors, window.batch, window.rows, state.window_inputs.shape[1], state.keys.shape[1],
+        x.stride(0), x.stride(1), state.conv.stride(0), C=dims.conv_dim, KEY=dims.key_dim, HV=dims.num_v_heads,
+        HEADS=triton.next_power_of_2(dims.num_v_heads), WIDTH=dims.conv_width, BIAS=params.conv_bias is not None,
+        ROWS=rows, BLOCK_C=block_c, num_warps=2 // rows,
     )  # fmt: skip
     return queries
 
