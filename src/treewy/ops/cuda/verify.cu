@@ -9,18 +9,20 @@
 //     fold: S <- exp(c_P) S + sum over pending j of exp(c_P - c_j) w_j k_j^T
 //
 // What makes it fast
-//   * Bytes. The state is read once, its 32 KiB (bf16) are asked for at once by asynchronous copies into shared memory,
-//     and several blocks an SM keep a hundred KiB in flight. Nothing but outputs and gates is written: a pending row is
-//     its inputs, 12 KiB a layer at 32 heads of 128, where an fp32 pseudo-value with its key would be 20 KiB, read every
-//     round and written once more.
+//   * Bytes. The state is read once and nothing is written but outputs and gates. A pending row is its inputs, 12 KiB a
+//     layer at 32 heads of 128; an fp32 pseudo-value with its key would be 20 KiB, read every round and written once more.
+//   * Bytes in flight. The state comes by the tensor copy engine, 32 KiB (bf16) by one thread, in the permutation that the
+//     matrix unit's loads want, and four or five blocks an SM wait for theirs while others compute. The small rows are asked
+//     for first: behind the states of all blocks they would come last, and everything starts with them.
+//   * No address waits for another one: the convolution has left the place in the ring where the request's slot stands.
 //   * The matrix unit. dv is M, rows of the window are N, in steps of 8, so a window of 4 rows is not padded to 16 or 64.
 //     16-bit keys, queries and states are multiplied as they are: exact products, fp32 sums.
-//   * The order. L depends on keys and gates alone, so the inverses of its diagonal blocks are ready when the state arrives.
+//   * The order. L depends on keys and gates alone, so inverses of its diagonal blocks are made while the state travels.
 //   * The solve is forward substitution by blocks of 8 on the matrix unit: TF32 with both operands split in two, error
 //     2^-21. Accumulators of one product are, register by register, the operand of the next.
 //
-// Compiled with: DK, DV (64, 128, 256); KT, QT (tiles of 8 rows: joint, of queries); BF16 (else fp16); STATE32; NORM;
-// GATES32, WEIGHT32 (a and b, the norm's weight, are fp32).
+// Compiled with: DK, DV (64, 128, 256); WINDOW (rows, 0 for a fold alone); ROWS (capacity of the history + WINDOW); BF16
+// (else fp16); STATE32; NORM; GATES32, WEIGHT32 (a and b, the norm's weight, are fp32).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -590,7 +592,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 e[1] = has_odd ? odd.x * (high(v[2 * m + half]) - odd.y * e[1]) : 0.0f;
             }
     }
-    __syncthreads(); // inverses are there; queries, values and, without a fold, the state are used up
+    __syncthreads(); // inverses are there; queries and values are used up
     constexpr int LANES = Gated::LANES, EACH = Gated::EACH, PARTS = Gated::PARTS;
     const int first_row = warp * (32 / LANES) + lane / LANES;
     if (NORM && QT > 1) gated.load_weight(p, lane), gated.load(first_row, T, lane);
