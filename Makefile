@@ -64,7 +64,7 @@ test-gpu: ## all tests that need a CUDA device, then a small case under compute-
 	  done; \
 	else echo "compute-sanitizer is not on PATH: left out"; fi
 
-docs: $(VENV)/dev.stamp ## API reference from the docstrings, into build/docs
+docs: $(VENV)/vllm.stamp ## API reference from the docstrings, into build/docs
 	$(BIN)/pdoc --docformat google --math --output-directory build/docs treewy
 
 clean: ## remove .venv, build folders and caches
