@@ -52,17 +52,21 @@ test-setup: $(VENV)/vllm.stamp ## the same with vLLM for CPUs, for the tests of 
 test: lint $(VENV)/vllm.stamp ## set-up, lint, types, then all tests with coverage
 	$(ONE_THREAD) $(BIN)/pytest -n $(WORKERS) --dist loadgroup -m "not gpu" --cov --cov-report=term --cov-fail-under=95
 
-# With PYTHON itself, whose torch sees the device; a virtual environment of its own may bring another torch.
+# With PYTHON itself, whose torch sees the device; a virtual environment of its own may bring another torch. ONLY selects,
+# such as ONLY="tests/ops/test_cuda.py -k rounds", and leaves the sanitizer out unless SANITIZERS names its tools.
 GPU_TESTS := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -m gpu
-test-gpu: ## all tests that need a CUDA device, then a small case under compute-sanitizer where that is installed
-	$(GPU_TESTS) tests
-	@if command -v compute-sanitizer > /dev/null; then \
-	  for tool in memcheck racecheck; do \
-	    echo "compute-sanitizer --tool $$tool"; \
-	    $(subst $(PYTHON),compute-sanitizer --tool $$tool --error-exitcode 9 $(PYTHON),$(GPU_TESTS)) \
-	      tests/bench/test_gpu.py -q -k "guard_slots and (deferred-4 or verify-15)" || exit 1; \
-	  done; \
-	else echo "compute-sanitizer is not on PATH: left out"; fi
+ONLY ?=
+SANITIZERS ?= $(if $(ONLY),,memcheck racecheck)
+SANITIZED := tests/bench/test_gpu.py tests/ops/test_cuda.py -q \
+  -k "guard_slots and (deferred-4 or verify-15) or beside_float64 and (4+12 or 0+20)"
+test-gpu: ## all tests that need a CUDA device, then small cases under compute-sanitizer where that is installed
+	$(GPU_TESTS) $(if $(ONLY),$(ONLY),tests)
+	@if [ -n "$(SANITIZERS)" ] && ! command -v compute-sanitizer > /dev/null; then \
+	  echo "compute-sanitizer is not on PATH: left out"; \
+	else for tool in $(SANITIZERS); do \
+	  echo "compute-sanitizer --tool $$tool"; \
+	  $(subst $(PYTHON),compute-sanitizer --tool $$tool --error-exitcode 9 $(PYTHON),$(GPU_TESTS)) $(SANITIZED) || exit 1; \
+	done; fi
 
 docs: $(VENV)/vllm.stamp ## API reference from the docstrings, into build/docs
 	$(BIN)/pdoc --docformat google --math --output-directory build/docs treewy
