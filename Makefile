@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-# Two test workers with one thread each: small tensors gain nothing from more, and two cores are enough.
+# Two test workers with one thread each: small tensors gain nothing from more, and two cores are enough. A file stays on
+# one worker, so that tests of it share an engine.
 WORKERS ?= 2
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
@@ -50,7 +51,7 @@ format: $(VENV)/dev.stamp ## let ruff mend what it can
 test-setup: $(VENV)/vllm.stamp ## the same with vLLM for CPUs, for the tests of the plugin
 
 test: lint $(VENV)/vllm.stamp ## set-up, lint, types, then all tests with coverage
-	$(ONE_THREAD) $(BIN)/pytest -n $(WORKERS) --dist loadgroup -m "not gpu" --cov --cov-report=term --cov-fail-under=95
+	$(ONE_THREAD) $(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not gpu" --cov --cov-report=term --cov-fail-under=95
 
 # With PYTHON itself, whose torch sees the device; a virtual environment of its own may bring another torch. ONLY selects,
 # such as ONLY="tests/ops/test_cuda.py -k rounds", and leaves the sanitizer out unless SANITIZERS names its tools.
