@@ -18,15 +18,13 @@ import torch
 
 from tests.ops.layers import Layer, Oracle, Plain, random_inputs, random_path, same_bits
 from treewy import ops, reference
-from treewy.ops import DeviceWindow, GatedNorm, GDNDims, GDNParams, LayerState, unsupported_reason
+from treewy.ops import DeviceWindow, GatedNorm, GDNDims, GDNParams, LayerState, support, unsupported_reason
 from treewy.ops.cuda import build, launch
 from treewy.state import RecurrentState, StateSpec
 from treewy.tree import DraftTree, TreeBatch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-SM = 227 * 1024
-"""Bytes of shared memory that a block can have."""
 NAN = float("nan")
 
 
@@ -240,7 +238,8 @@ def test_what_users_meet_compiles_and_fits(case, launches):
     code, log = build.compile_source(name, defines, "sm_90")
     threads, shared = constant(code)
     assert threads in (128, 256, 512)
-    assert shared <= SM
+    said = support._shared_bytes(case.dims, case.state, case.rows, case.rows + case.capacity)
+    assert said - 256 <= shared <= said <= support._SHARED_BYTES
     spilled = int(re.search(r"(\d+) bytes spill stores", log)[1])
     if case.rows in (1, 4) and (case.dk, case.dv) == (128, 128):
         assert spilled <= ALLOWED_SPILL
@@ -311,6 +310,8 @@ def test_what_is_taken(case, asked):
         (Case(4, 12, 128, 512), "head_v_dim is 512; these kernels take 64, 128 and 256"),
         (Case(4, 12, state=FP32, inputs=FP32), "inputs torch.float32; these kernels take inputs in bf16 or fp16"),
         (Case(4, 12, state=FP16, inputs=BF16), "the state is torch.float16 and inputs torch.bfloat16"),
+        (Case(1, 1, 256, 256, FP32), "a state of 256 x 256 in torch.float32 with 2 rows takes"),
+        (Case(64, 32, 256, 256), "bytes of shared memory; a block has 232448"),
         (Case(64, 33), "33 rows of history and 64 of a window are too many; these kernels take 96 together"),
     ],
 )
@@ -324,6 +325,8 @@ def test_more_that_is_refused(asked):
         case.dims, LayerState(*(tensor.as_subclass(OnCuda) for tensor in new_layer(case, 1, 1))), 65, impl="cuda"
     )
     assert asked(case, (8, 9)) == "the device has compute capability 8.9; these kernels need 9.0"
+    apart = torch.zeros(2, 4 * 128 * 128 + 4, dtype=BF16)[:, :-4].unflatten(1, (4, 128, 128))
+    assert "131080 bytes apart; these kernels need a multiple of 16" in asked(case, checkpoint=apart)
     assert asked(case, checkpoint=torch.zeros(2, 4, 128, 128, dtype=BF16).mT) == (
         "checkpoint is not contiguous below its slots"
     )
