@@ -11,7 +11,7 @@ import torch
 
 from tests.ops.layers import Layer, batch_of, contents, error, padded_paths, random_inputs, random_path, same_bits
 from treewy import ops
-from treewy.ops import GatedNorm, GDNDims, support
+from treewy.ops import GatedNorm, GDNDims
 from treewy.state import RecurrentState, StateSpec
 from treewy.tree import DraftTree
 
@@ -74,35 +74,9 @@ def test_cuda_kernels_verify_and_fold_and_tritons_commit(monkeypatch):
     assert calls == [verify, ("triton", "commit", {}), ("cuda", "fold", {})]
 
 
-def layer_state(dims=None, *, state=torch.bfloat16, inputs=torch.bfloat16, history=20):
-    dims = dims or GDNDims(1, 2, 128, 128)
-    spec = StateSpec(dims, 1, "deferred", 64, 7, state, inputs, history)
-    return dims, RecurrentState(spec, 1, "meta")._layers[0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "rows", "reason"),
-    [
-        ({}, 64, None),
-        ({"dims": GDNDims(3, 9, 64, 256)}, 1, None),
-        ({"state": torch.float32, "inputs": torch.float16}, 64, None),
-        ({"dims": GDNDims(1, 2, 32, 128)}, 4, "head_k_dim is 32; these kernels take 64, 128 and 256"),
-        ({"dims": GDNDims(1, 2, 128, 96)}, 4, "head_v_dim is 96; these kernels take 64, 128 and 256"),
-        ({"inputs": torch.float32}, 4, "the state is torch.bfloat16 and inputs torch.float32; these kernels take"),
-        ({"state": torch.float16}, 4, "the state is torch.float16 and inputs torch.bfloat16; these kernels take"),
-        ({"history": 40}, 57, "40 rows of history and 57 of a window are too many; these kernels take 96 together"),
-    ],
-)
-def test_layers_that_the_cuda_kernels_do_not_take(monkeypatch, settings, rows, reason):
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
-    found = support._not_for_cuda(*layer_state(**settings), rows)
-    assert found is None if reason is None else found.startswith(reason)
-
-
-def test_devices_that_the_cuda_kernels_do_not_take(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
-    assert ops.unsupported_reason(*layer_state(), 4, "cuda") == "the state is on meta; kernels run on a CUDA device"
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (7, 5))
-    assert support._not_for_cuda(*layer_state(), 4) == "the device has compute capability 7.5; these kernels need 8.0"
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert ops.unsupported_reason(*layer_state(), 4, "cuda") == "the package triton is not installed"
+def test_packages_that_are_missing(monkeypatch):
+    dims = GDNDims(1, 2, 128, 128)
+    state = RecurrentState(StateSpec(dims, 1, "deferred", 4, 3), 1)._layers[0]
+    for package, name in (("triton", "triton"), ("cuda", "cuda-bindings")):
+        monkeypatch.setattr("importlib.util.find_spec", lambda found, missing=package: found != missing or None)
+        assert ops.unsupported_reason(dims, state, 4, "cuda") == f"the package {name} is not installed"

@@ -19,6 +19,8 @@ def unsupported_reason(
     """Why these kernels refuse windows of `rows` rows of such a layer; None where they take them."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
+    if impl == "cuda" and importlib.util.find_spec("cuda") is None:
+        return "the package cuda-bindings is not installed"
     device = state.checkpoint.device
     if device.type != "cuda" and (impl == "cuda" or os.environ.get("TRITON_INTERPRET") != "1"):
         return f"the state is on {device}; kernels run on a CUDA device"
@@ -62,20 +64,19 @@ def _not_for_cuda(dims: GDNDims, state: LayerState, rows: int) -> str | None:
         return f"{state.capacity} rows of history and {rows} of a window are too many; these kernels take 96 together"
     pool = state.checkpoint
     needed = _shared_bytes(dims, pool.dtype, rows, state.capacity + rows)
-    if needed > _SHARED_BYTES:
+    available = torch.cuda.get_device_properties(pool.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    if needed > available:
         return (
             f"a state of {dims.head_v_dim} x {dims.head_k_dim} in {pool.dtype} with {state.capacity + rows} rows takes "
-            f"{needed} bytes of shared memory; a block has {_SHARED_BYTES}"
+            f"{needed} bytes of shared memory; a block has {available}"
         )
-    if pool.data_ptr() % 16 or pool.stride(0) * pool.itemsize % 16:
+    if pool.data_ptr() % 16:
+        return f"the pool begins at address {pool.data_ptr()}; these kernels need a multiple of 16"
+    if pool.shape[0] > 1 and pool.stride(0) * pool.itemsize % 16:
         return (
-            f"blocks of the pool are {pool.stride(0) * pool.itemsize} bytes apart; these kernels need a multiple of 16"
+            f"blocks of the pool are {pool.stride(0) * pool.itemsize} bytes apart; these kernels need multiples of 16"
         )
     return None
-
-
-_SHARED_BYTES = 227 * 1024
-"""Of a block, from compute capability 9.0 on."""
 
 
 def _shared_bytes(dims: GDNDims, state_dtype: torch.dtype, rows: int, joint: int) -> int:

@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from treewy.ops.api import KEY_EPS, GatedNorm, GDNParams, LayerState
+from treewy.ops.api import KEY_EPS, GatedNorm, GDNDims, GDNParams, LayerState
 from treewy.ops.cuda.build import kernel, tensor_map
 from treewy.ops.device_window import DeviceWindow
 from treewy.ops.support import unsupported_reason
@@ -84,16 +84,24 @@ def verify_mixed(
     reason = unsupported_reason(dims, state, rows, impl="cuda")
     if reason is not None:
         raise ValueError(f"the cuda implementation does not take this layer: {reason}")
-    _expect("queries", queries, (batch, rows, dims.num_k_heads, dims.head_k_dim), state.keys.dtype)
+    _expect("queries", queries, (batch, rows, dims.num_k_heads, dims.head_k_dim), state.keys.dtype, state)
+    if not queries.is_contiguous():
+        raise ValueError(f"queries have strides {queries.stride()}; they must be contiguous")
+    if params.neg_A.dtype != torch.float32:
+        raise ValueError(f"parameters are {params.neg_A.dtype}; these kernels take float32")
     gates = queries.dtype if a.dtype == queries.dtype else torch.float32
-    _expect("a", a, (batch, rows, dims.num_v_heads), gates)
-    _expect("b", b, (batch, rows, dims.num_v_heads), gates)
+    _expect("a", a, (batch, rows, dims.num_v_heads), gates, state)
+    _expect("b", b, (batch, rows, dims.num_v_heads), gates, state)
     out = torch.empty(batch, rows, dims.num_v_heads, dims.head_v_dim, dtype=queries.dtype, device=queries.device)
     arguments = _arguments(state, params.dims.num_k_heads)
     arguments.queries, arguments.a, arguments.b, arguments.out = (t.data_ptr() for t in (queries, a, b, out))
     arguments.a_stride, arguments.a_row, arguments.b_stride, arguments.b_row = *a.stride()[:2], *b.stride()[:2]
     if norm is not None:
-        _expect("z", norm.z, tuple(out.shape), queries.dtype)
+        _expect("z", norm.z, tuple(out.shape), queries.dtype, state)
+        weights = queries.dtype if norm.weight.dtype == queries.dtype else torch.float32
+        _expect("norm.weight", norm.weight, (dims.head_v_dim,), weights, state)
+        if norm.weight.data_ptr() % 16:
+            raise ValueError(f"norm.weight begins at address {norm.weight.data_ptr()}; it must be a multiple of 16")
         if (
             norm.z.stride(2) != dims.head_v_dim
             or norm.z.stride(0) % 8
@@ -117,7 +125,15 @@ def verify_mixed(
 
 
 def fold(state: LayerState, slots: Tensor, requests: Tensor) -> None:
-    """Folds all pending rows of these requests into their checkpoints. Arguments as `treewy.ops.fold`."""
+    """Folds all pending rows of these requests into their checkpoints. Arguments as `treewy.ops.fold`.
+
+    Raises:
+        ValueError: a layer that these kernels do not take.
+    """
+    heads, dv, dk = state.checkpoint.shape[1:]
+    reason = unsupported_reason(GDNDims(state.keys.shape[2], heads, dk, dv), state, 1, impl="cuda")
+    if reason is not None:
+        raise ValueError(f"the cuda implementation does not take this layer: {reason}")
     if not slots.numel():
         return
     slots, requests = slots.long().contiguous(), requests.long().contiguous()
@@ -156,13 +172,19 @@ def _launch(
         "WEIGHT32": int(norm is not None and norm.weight.dtype == torch.float32),
     }
     pool = state.checkpoint
-    states = tensor_map(pool.data_ptr(), pool.dtype, *pool.shape, pool.stride(0) * pool.dtype.itemsize)
-    run = kernel("verify", tuple(defines.items()), pool.device.index)
-    run((heads, batch), ctypes.addressof(arguments), states.getPtr())
+    slot = pool.stride(0) if pool.shape[0] > 1 else heads * dv * dk  # the stride of a single block may be anything
+    with torch.cuda.device(pool.device):
+        states = tensor_map(pool.data_ptr(), pool.dtype, *pool.shape, slot * pool.itemsize)
+        run = kernel("verify", tuple(defines.items()), pool.device.index)
+        run((heads, batch), ctypes.addressof(arguments), states.getPtr())
 
 
-def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-        raise ValueError(f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; this plan takes {shape} of {dtype}")
+def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, state: LayerState) -> None:
+    device = state.checkpoint.device
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device:
+        raise ValueError(
+            f"{name} is {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}; this plan takes {shape} of {dtype} "
+            f"on {device}"
+        )
     if tensor.stride(-1) != 1:
         raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")

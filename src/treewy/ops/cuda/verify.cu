@@ -381,7 +381,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     if (tid < n) {
         const float x = gate_a + dt_bias;
         const float log_decay = neg_A * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
-        const float2 both = make_float2(fmaxf(log_decay, -1e3f), p.beta_scale / (1.0f + expf(-gate_b)));
+        const float2 both = make_float2(log_decay < -1e3f ? -1e3f : log_decay, p.beta_scale / (1.0f + expf(-gate_b)));
         gates[P + tid] = both;
         p.gates[place(P + tid) * p.HV + head] = both;
     }
