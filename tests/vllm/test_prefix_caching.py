@@ -37,7 +37,7 @@ def start(checkpoint, mode: str, **settings):
 def continued(engine: Engine, text: list[int], oracle: Oracle) -> tuple[list[float], list[int]]:
     """Continues prefixes of a text, the longest first: the worst deficit of each, and what it took from the cache."""
     worst, cached = [], []
-    for length in range((len(text) - 9) // BLOCK * BLOCK + 1, BLOCK, -2 * BLOCK):
+    for length in range((len(text) - 9) // BLOCK * BLOCK + 1, BLOCK, -4 * BLOCK):
         prompt = text[:length]
         name = engine.add(prompt, 8)
         while engine.busy:
@@ -82,7 +82,7 @@ def test_a_long_text_and_requests_that_start_inside_it(
 @pytest.mark.parametrize("mode", MODES)
 def test_requests_share_prefixes_are_preempted_and_resume(checkpoint, oracle: Oracle, mode: str) -> None:
     with start(checkpoint, mode, max_model_len=256, num_gpu_blocks_override=18) as engine:
-        run = play(engine, oracle, 3, requests=8, tokens=90, compare_every=4)
+        run = play(engine, oracle, 3, requests=8, tokens=90, compare_every=8)
         assert engine.preemptions() > 0
         assert run.states > 0
 
