@@ -11,8 +11,8 @@ from treewy.bench.plot import best_verify
 from treewy.bench.tables import chain_verdict, floor_verdict, rivals, summary, tables
 
 
-def run(*arguments):
-    return CliRunner().invoke(cli.app, ["bench", "kernels", *map(str, arguments)], env={"COLUMNS": "200"})
+def run(*arguments, columns=200):
+    return CliRunner().invoke(cli.app, ["bench", "kernels", *map(str, arguments)], env={"COLUMNS": str(columns)})
 
 
 def text(found):
@@ -127,3 +127,11 @@ def test_missing_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "treewy.bench.command", None)
     monkeypatch.delattr("treewy.bench.command", raising=False)
     assert "pip install 'treewy[bench]'" in run("--quick").stderr
+
+
+def test_a_narrow_terminal_loses_nothing(tmp_path):
+    file = tmp_path / "kernels.json"
+    file.write_text(results().model_dump_json())
+    narrow, wide = (run("--show", file, columns=columns).output.split() for columns in (60, 200))
+    assert narrow == wide
+    assert not any("…" in word for word in narrow)

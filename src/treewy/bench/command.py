@@ -91,7 +91,11 @@ def show(results: Results, console: Console, figure: Path | None) -> None:
         ValueError: a figure that cannot be written.
     """
     for table in tables(results):
+        # On a narrower terminal lines run on: without the ends of cells, limits or batch sizes would be missing.
+        width = console.width
+        console.width = max(width, console.measure(table, options=console.options.update(width=1000)).maximum)
         console.print(table)
+        console.width = width
         console.print()
     console.print(summary(results), markup=False, highlight=False)
     if figure is None:
