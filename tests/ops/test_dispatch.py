@@ -51,14 +51,14 @@ def test_a_state_with_kernels_is_used_as_one_without():
     assert all(same_bits(tensor, before[name]) for name, tensor in kernels.tensors.items())
 
 
-def test_cuda_kernels_verify_and_fold_and_tritons_commit(monkeypatch):
+def test_cuda_kernels_verify_and_fold_and_tritons_convolve_and_commit(monkeypatch):
     calls = []
 
     def note(impl):
         return SimpleNamespace(
             **{
                 name: lambda *_, name=name, **options: calls.append((impl, name, options))
-                for name in ("verify", "commit", "fold")
+                for name in ("convolve", "verify_mixed", "commit", "fold")
             }
         )
 
@@ -70,8 +70,8 @@ def test_cuda_kernels_verify_and_fold_and_tritons_commit(monkeypatch):
     state.verify(0, window, None, None, None, None, norm=norm)
     state.commit(window, torch.tensor([[0]]), torch.tensor([1]))
     ops.fold(state._layers[0], where, where, impl="cuda")
-    verify = ("cuda", "verify", {"fold_always": False, "norm": norm})
-    assert calls == [verify, ("triton", "commit", {}), ("cuda", "fold", {})]
+    verify = ("cuda", "verify_mixed", {"fold_always": False, "norm": norm})
+    assert calls == [("triton", "convolve", {}), verify, ("triton", "commit", {}), ("cuda", "fold", {})]
 
 
 def test_packages_that_are_missing(monkeypatch):

@@ -110,7 +110,7 @@ class Pair:
         outputs = []
         for layer in range(self.layers):
             expected = self.torch.verify(layer, plan, x[layer, :count], a[layer, :count], b[layer, :count], self.params)
-            found = kernels.verify(
+            found = ops.verify(
                 self.triton._layers[layer], self.window, x[layer], a[layer], b[layer], self.params,
                 fold_always=self.fold_always,
             )  # fmt: skip
@@ -304,7 +304,7 @@ def test_each_head_folds_where_its_own_rows_leave_no_room(folded_before, left):
     pair.window.update(trees, where, where)
     x, a, b = (tensor[0] for tensor in pair.inputs_of())
     expected = pair.torch.verify(0, pair.torch.plan(trees, where), x, a, b, pair.params)
-    pair.close(kernels.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False), expected)
+    pair.close(ops.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False), expected)
     assert pair.triton.tensors["pending"].tolist() == [[left]]
     for side, implementation in ((pair.torch, ops), (pair.triton, kernels)):
         implementation.fold(side._layers[0], where, where)
@@ -333,7 +333,7 @@ def test_a_split_of_the_value_heads_changes_nothing():
     tree, where = TreeBatch.of([DraftTree((-1, 0, 0, 1))], rows=4, device=DEVICE), torch.tensor([0], device=DEVICE)
     x, a, b = (tensor[0] for tensor in whole.inputs_of())
     whole.window.update(tree, where, where)
-    expected = kernels.verify(whole.triton._layers[0], whole.window, x, a, b, whole.params, fold_always=False)
+    expected = ops.verify(whole.triton._layers[0], whole.window, x, a, b, whole.params, fold_always=False)
     for part in range(2):
         half = Pair(GDNDims(1, 2, 16, 16), requests=1, rows=4, depth=3)
         channels = torch.cat(
@@ -350,7 +350,7 @@ def test_a_split_of_the_value_heads_changes_nothing():
             neg_A=whole.params.neg_A[heads].contiguous(), dt_bias=whole.params.dt_bias[heads].contiguous(),
         )  # fmt: skip
         half.window.update(tree, where, where)
-        found = kernels.verify(
+        found = ops.verify(
             mine, half.window, x[:, :, channels], a[:, :, heads], b[:, :, heads], params, fold_always=False
         )
         torch.testing.assert_close(found, expected[:, :, heads], rtol=1e-6, atol=1e-6)
@@ -363,7 +363,7 @@ def test_any_parent_first_order_gives_the_same_nodes():
     x, a, b = (tensor[0] for tensor in pair.inputs_of())
     layer = pair.triton._layers[0]
     pair.window.update(TreeBatch.of([tree], device=DEVICE), where, where)
-    expected = kernels.verify(layer, pair.window, x, a, b, pair.params, fold_always=False)
+    expected = ops.verify(layer, pair.window, x, a, b, pair.params, fold_always=False)
     for order in ([0, 1, 3, 5, 2, 4], [0, 2, 4, 1, 3, 5]):  # the row that each place takes
         place = {row: at for at, row in enumerate(order)} | {-1: -1}
         codes = [[place[code] if code >= 0 else code for code in tree.conv_ancestors()[row]] for row in order]
@@ -374,9 +374,7 @@ def test_any_parent_first_order_gives_the_same_nodes():
             tree.depth,
         )  # fmt: skip
         pair.window.update(moved, where, where)
-        found = kernels.verify(
-            layer, pair.window, x[:, order], a[:, order], b[:, order], pair.params, fold_always=False
-        )
+        found = ops.verify(layer, pair.window, x[:, order], a[:, order], b[:, order], pair.params, fold_always=False)
         torch.testing.assert_close(found, expected[:, order], rtol=1e-5, atol=1e-6)
 
 
@@ -388,8 +386,8 @@ def test_the_gated_norm_is_that_of_the_reference(dv):
     x, a, b = (tensor[0] for tensor in pair.inputs_of())
     z, weight = torch.randn(2, 4, 2, dv, device=DEVICE), torch.randn(dv, device=DEVICE)
     pair.window.update(trees, where, where)
-    plain = kernels.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False)
-    normed = kernels.verify(
+    plain = ops.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False)
+    normed = ops.verify(
         pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False, norm=GatedNorm(z, weight, 1e-5)
     )
     expected = reference.gated_rms_norm(plain.double(), z.double(), weight.double(), 1e-5)
@@ -405,7 +403,7 @@ def test_the_same_window_again_gives_the_same():
     pair.window.update(TreeBatch.of([DraftTree.chain(3)], device=DEVICE), where, where)
     x, a, b = (tensor[0] for tensor in pair.inputs_of())
     first, second = (
-        kernels.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False) for _ in range(2)
+        ops.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False) for _ in range(2)
     )
     assert not pair.triton.tensors["pending"].any()  # the first has folded
     pair.close(second, first)
@@ -417,7 +415,7 @@ def test_another_window_may_take_the_place_of_one_that_waits():
     where = torch.tensor([0], device=DEVICE)
     pair.window.update(TreeBatch.of([DraftTree((-1, 0, 0, 1))], device=DEVICE), where, where)
     x, a, b = (tensor[0] for tensor in pair.inputs_of())
-    kernels.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False)
+    ops.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False)
     pair.round([DraftTree.chain(1)], [0], [(0, 1)])
 
 
@@ -440,7 +438,7 @@ def test_inputs_may_be_slices_of_wider_rows():
         *inputs, gate = views
         norm = GatedNorm(gate, weight)
         layer = pair.triton._layers[0]
-        outputs.append(kernels.verify(layer, pair.window, *inputs, pair.params, fold_always=False, norm=norm))
+        outputs.append(ops.verify(layer, pair.window, *inputs, pair.params, fold_always=False, norm=norm))
         assert torch.equal(layer.window_inputs[where, :2], x[:, :2])
     assert torch.equal(*outputs)
 
@@ -474,7 +472,7 @@ def test_equal_keys_and_negative_eigenvalues():
     a.fill_(-7.0)  # log decay near -0.001
     b.fill_(10.0)
     pair.triton._layers[0].conv[0, :, 16:32] = x[0, 0, 16:32]
-    found = kernels.verify(pair.triton._layers[0], pair.window, x, a, b, params, fold_always=False).cpu()[0]
+    found = ops.verify(pair.triton._layers[0], pair.window, x, a, b, params, fold_always=False).cpu()[0]
     expected = walked(pair, x, a, b, chain.parents, params)
     assert (found - expected).norm() < 5e-5 * expected.norm()
 
@@ -489,7 +487,7 @@ def test_a_strong_decay_above_leaves_the_digits_of_a_weak_one():
     a.fill_(20.0)
     a[:, 40:] = -4.6  # log decay near -0.01 after 40 rows of -20
     layer = pair.triton._layers[0]
-    found = kernels.verify(layer, pair.window, x, a, b, params, fold_always=False).cpu().double()[0]
+    found = ops.verify(layer, pair.window, x, a, b, params, fold_always=False).cpu().double()[0]
     expected = walked(pair, x, a, b, DraftTree.chain(rows - 1).parents, params)
     assert found.isfinite().all()
     assert float((found - expected).norm() / expected.norm()) < 2e-6
@@ -517,7 +515,7 @@ def test_a_poisoned_request_stays_alone_and_recovers():
     trees = TreeBatch.of([DraftTree.chain(2)] * 3, device=DEVICE)
     pair.window.update(trees, where, where)
     x, a, b = (tensor[0] for tensor in pair.inputs_of())
-    out = kernels.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=True)
+    out = ops.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=True)
     assert out[[0, 2]].isfinite().all()
     assert not out[1].isfinite().all()
     for side in (pair.torch, pair.triton):
@@ -546,7 +544,7 @@ def test_addresses_past_the_end_are_refused_not_clipped(slot, request_):
     )
     before = bits(pair.triton.tensors["values"][:, [0, 2]])
     x, a, b = (tensor[0] for tensor in pair.inputs_of())
-    out = kernels.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False)
+    out = ops.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False)
     assert not out[0].any()
     assert out[1].any()
     assert torch.equal(bits(pair.triton.tensors["values"][:, [0, 2]]), before)
@@ -570,7 +568,7 @@ def test_a_wrong_path_changes_nothing(path, accepted, why):
     where = torch.tensor([0], device=DEVICE)
     pair.window.update(TreeBatch.of([DraftTree((-1, 0, 0, 1))], device=DEVICE), where, where)
     x, a, b = (tensor[0] for tensor in pair.inputs_of())
-    kernels.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False)
+    ops.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False)
     before = {name: tensor.clone() for name, tensor in pair.triton.tensors.items()}
     kernels.commit(
         pair.triton._all, pair.window, torch.tensor([path], device=DEVICE), torch.tensor([accepted], device=DEVICE)
@@ -596,7 +594,7 @@ def test_a_history_without_room_is_refused():
     where = torch.tensor([0], device=DEVICE)
     pair.window.update(TreeBatch.of([DraftTree.chain(1)], device=DEVICE), where, where)
     x, a, b = (tensor[0] for tensor in pair.inputs_of())
-    kernels.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False)
+    ops.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=False)
     pair.triton.tensors["pending"][0, 0] = torch.tensor([0, 15])  # one head without room is enough
     kernels.commit(
         pair.triton._all, pair.window, torch.tensor([[0, 1]], device=DEVICE), torch.tensor([2], device=DEVICE)
@@ -657,11 +655,11 @@ def test_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match="do not fit a plan for 2 of 2"):
         pair.window.update(TreeBatch.of([DraftTree.chain(2)]), torch.tensor([0]), torch.tensor([0]))
     with pytest.raises(ValueError, match=r"a is \(2, 1, 2\)"):
-        kernels.verify(state, pair.window, x, a[:, :1], b, pair.params, fold_always=False)
+        ops.verify(state, pair.window, x, a[:, :1], b, pair.params, fold_always=False)
     with pytest.raises(ValueError, match="convert x"):
-        kernels.verify(state, pair.window, x.half(), a, b, pair.params, fold_always=False)
+        ops.verify(state, pair.window, x.half(), a, b, pair.params, fold_always=False)
     with pytest.raises(ValueError, match="heads adjacent"):
-        kernels.verify(state, pair.window, x, a, b, pair.params, fold_always=False, norm=GatedNorm(x, x))
+        ops.verify(state, pair.window, x, a, b, pair.params, fold_always=False, norm=GatedNorm(x, x))
 
 
 # On the device
@@ -682,7 +680,7 @@ def test_one_graph_serves_every_topology(mode):
     accepted = torch.ones(4, dtype=torch.int64, device=DEVICE)
 
     def work():
-        out = kernels.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=pair.fold_always)
+        out = ops.verify(pair.triton._layers[0], pair.window, x, a, b, pair.params, fold_always=pair.fold_always)
         kernels.commit(pair.triton._all, pair.window, path, accepted)
         return out
 

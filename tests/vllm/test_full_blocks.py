@@ -8,7 +8,7 @@ from treewy.ops import GDNDims, GDNParams
 from treewy.state import StateSpec
 from treewy.tree import DraftTree, TreeBatch
 from treewy.vllm.metadata import Round
-from treewy.vllm.prefix_cache import full_blocks, inputs_at_end, publish
+from treewy.vllm.prefix_cache import Full, full_blocks, inputs_at_end, publish
 
 DIMS = GDNDims(1, 2, 3, 4)
 BLOCK = 8
@@ -97,3 +97,21 @@ def test_the_state_at_the_end_of_a_block(before: int, accepted: int) -> None:
 def test_nothing_is_asked_of_blocks_far_from_their_end() -> None:
     far = Round(None, *[torch.zeros(1, dtype=torch.int64)] * 3, torch.zeros(1, 1), 8, False, 1, None, None, None)
     assert full_blocks(far, torch.tensor([1]), impl="torch") is None
+
+
+def test_padding_is_not_the_last_request(monkeypatch) -> None:
+    """On a GPU padding stays in the round, as request -1, several times; the last running request has rows to hide."""
+    state, _, draw = setting(4)
+    state.pending.fill_(5)
+    state.end.fill_(1)
+    before = state.pending.clone(), state.end.clone()
+    seen = []
+    monkeypatch.setattr(ops, "fold", lambda state, *_, impl: seen.append((state.pending.clone(), state.end.clone())))
+    slots, requests, target = torch.tensor([3, -1, -1]), torch.tensor([1, -1, -1]), torch.tensor([5, 0, 0])
+    full = Full(slots, requests, target, first=torch.tensor([1, 0, 0]), rest=torch.tensor([2, 0, 0]))
+    publish(state, full, draw(3, 3, DIMS.conv_dim), impl="cuda")
+    ((pending, end),) = seen
+    assert pending.tolist() == [[5, 5], [3, 3]]
+    assert end.tolist() == [1, 15]
+    assert torch.equal(state.pending, before[0])
+    assert torch.equal(state.end, before[1])

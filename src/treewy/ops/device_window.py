@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -90,6 +90,15 @@ class DeviceWindow:
     def rows(self) -> int:
         """T."""
         return self.parents.shape[1]
+
+    def first(self, count: int) -> DeviceWindow:
+        """The first `count` places, in the same memory; `errors` stay common."""
+        views: dict[str, Any] = {
+            field.name: buffer[:count]
+            for field in fields(self)
+            if isinstance(buffer := getattr(self, field.name), Tensor) and field.name != "errors"
+        }
+        return replace(self, **views)
 
     def update(self, trees: TreeBatch, slots: Tensor, requests: Tensor) -> None:
         """Puts a round into the buffers, without waiting for the device; places that are left over become padding.

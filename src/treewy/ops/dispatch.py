@@ -56,8 +56,8 @@ def plan(
         requests: [B] integer, index of each running request; ignored for padding.
         num_slots: blocks in the pool.
         num_requests: R.
-        impl: what `verify` of this round runs, and `commit`, where "cuda" has Triton's. A CUDA graph needs a
-            `DeviceWindow` that stays, filled anew by its `update`; what is made here is for one round.
+        impl: what `verify` and `commit` of this round run; "cuda" has Triton's convolution and commit. A CUDA graph
+            needs a `DeviceWindow` that stays, filled anew by its `update`; what is made here is for one round.
 
     Raises:
         ValueError: an unknown implementation, shapes that differ, or a slot or running request that appears twice.
@@ -121,7 +121,10 @@ def verify(
     """
     if isinstance(window, Window):
         return torch_impl.verify(state, window, x, a, b, params, fold_always=fold_always, norm=norm)
-    out: Tensor = _kernels(window.impl).verify(state, window, x, a, b, params, fold_always=fold_always, norm=norm)
+    queries = _kernels("triton").convolve(state, window, x, params)
+    out: Tensor = _kernels(window.impl).verify_mixed(
+        state, window, queries, a, b, params, fold_always=fold_always, norm=norm
+    )
     return out
 
 

@@ -212,13 +212,6 @@ class TreeWYMetadataBuilder(GDNAttentionMetadataBuilder):  # type: ignore[misc]
                 impl=layer.impl,
                 **sizes,
             )
-        window = _first(self._buffers[most], slots.shape[0])
+        window = self._buffers[most].first(slots.shape[0])
         window.update(trees, slots, requests)
         return window
-
-
-def _first(window: DeviceWindow, count: int) -> DeviceWindow:
-    """The buffers of the first places, in place."""
-    places = ("slots", "requests", "tree_rows", "parents", "ancestors", "conv_ancestors", "longest")
-    fields: dict[str, Any] = {name: getattr(window, name)[:count] for name in places}
-    return replace(window, **fields)

@@ -82,13 +82,14 @@ def publish(state: LayerState, full: Full, inputs: Tensor, *, impl: Impl) -> Non
         impl: what runs.
     """
     ring = state.keys.shape[-3]
-    requests, rest = full.requests, full.rest.to(state.end.dtype)
     # Rows after the end of the block are hidden from the fold, then pending again: they are in the ring all the time.
-    state.end[requests] = (state.end[requests] - rest) % ring
-    state.pending[requests] -= rest[:, None]
-    ops.fold(state, full.slots, requests, impl=impl)
-    state.end[requests] = (state.end[requests] + rest) % ring
-    state.pending[requests] += rest[:, None]
+    # Summed up by request: padding is request -1 several times, of no rows.
+    rest = torch.zeros_like(state.end).index_add_(0, full.requests.clamp(min=0), full.rest.to(state.end.dtype))
+    state.end.sub_(rest).remainder_(ring)
+    state.pending.sub_(rest[:, None])
+    ops.fold(state, full.slots, full.requests, impl=impl)
+    state.end.add_(rest).remainder_(ring)
+    state.pending.add_(rest[:, None])
     fills = full.slots >= 0
     source = torch.where(fills, full.slots, NULL_BLOCK)
     target = torch.where(fills, full.target, NULL_BLOCK)

@@ -4,6 +4,6 @@ It shares the convolution and the commit with `treewy.ops.triton` and replaces t
 mathematics, layouts, bytes and the reasons stand at the top of verify.cu; what was tried and lost in docs/kernels.md.
 """
 
-from treewy.ops.cuda.launch import fold, verify, verify_mixed
+from treewy.ops.cuda.launch import fold, verify_mixed
 
-__all__ = ["fold", "verify", "verify_mixed"]
+__all__ = ["fold", "verify_mixed"]

@@ -11,7 +11,6 @@ from treewy.ops.api import KEY_EPS, GatedNorm, GDNDims, GDNParams, LayerState
 from treewy.ops.cuda.build import kernel, tensor_map
 from treewy.ops.device_window import DeviceWindow
 from treewy.ops.support import unsupported_reason
-from treewy.ops.triton import convolve
 
 
 class _Arguments(ctypes.Structure):
@@ -37,22 +36,6 @@ class _Arguments(ctypes.Structure):
     )  # fmt: skip
 
 
-def verify(
-    state: LayerState,
-    window: DeviceWindow,
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    params: GDNParams,
-    *,
-    fold_always: bool,
-    norm: GatedNorm | None = None,
-) -> Tensor:
-    """Runs a window through a layer. Arguments, result and errors as `treewy.ops.verify`; two launches."""
-    queries = convolve(state, window, x, params)
-    return verify_mixed(state, window, queries, a, b, params, fold_always=fold_always, norm=norm)
-
-
 def verify_mixed(
     state: LayerState,
     window: DeviceWindow,
@@ -69,7 +52,7 @@ def verify_mixed(
     Args:
         state: its ring holds the window's keys and values already.
         window: plan.
-        queries: [B, T, H, dk] contiguous, from `convolve`.
+        queries: [B, T, H, dk] contiguous, from `treewy.ops.triton.convolve`.
         a: [B, T, HV] in the dtype of the queries or fp32, as b.
         b: [B, T, HV].
         params: of this layer.

@@ -41,6 +41,6 @@ What each product uses is said at `tile.dot`, the order of the work at the head 
 `commit` also serve `treewy.ops.cuda`; the verify kernel here is the one for every device, dtype and size.
 """
 
-from treewy.ops.triton.launch import Cut, commit, convolve, fold, verify, verify_mixed
+from treewy.ops.triton.launch import Cut, commit, convolve, fold, verify_mixed
 
-__all__ = ["Cut", "commit", "convolve", "fold", "verify", "verify_mixed"]
+__all__ = ["Cut", "commit", "convolve", "fold", "verify_mixed"]

@@ -38,25 +38,6 @@ def cut(dims: GDNDims, rows: int, capacity: int, state_dtype: torch.dtype) -> Cu
     return Cut(block_t, block_p, block_k, warps)
 
 
-def verify(
-    state: LayerState,
-    window: DeviceWindow,
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    params: GDNParams,
-    *,
-    fold_always: bool,
-    norm: GatedNorm | None = None,
-) -> Tensor:
-    """Runs a window through a layer. Arguments, result and errors as `treewy.ops.verify`; two launches.
-
-    With `norm` the outputs are normalised and gated.
-    """
-    queries = convolve(state, window, x, params)
-    return verify_mixed(state, window, queries, a, b, params, fold_always=fold_always, norm=norm)
-
-
 def convolve(state: LayerState, window: DeviceWindow, x: Tensor, params: GDNParams) -> Tensor:
     """The tree convolution alone: keys and values go into the ring, inputs into the stash.
 
@@ -99,7 +80,7 @@ def verify_mixed(
     """All that follows the convolution, in one launch.
 
     queries is [B, T, H, dk] from `convolve`, which has put keys and values into the ring; `shape` replaces the cut that
-    `cut` chooses; the rest is as in `verify`.
+    `cut` chooses; the rest is as in `treewy.ops.verify`.
     """
     dims = params.dims
     _check_inputs("queries", queries.flatten(2), window, dims.key_dim)
@@ -184,6 +165,6 @@ def _check_layer(state: LayerState, window: DeviceWindow, params: GDNParams, x: 
         raise ValueError(
             f"x is {x.dtype} and the state keeps inputs in {state.conv.dtype}: convert x, or allocate in its dtype"
         )
-    reason = unsupported_reason(params.dims, state, window.rows)
+    reason = unsupported_reason(params.dims, state, window.rows, window.impl)
     if reason is not None:
-        raise ValueError(f"the triton implementation does not take this layer: {reason}")
+        raise ValueError(f"the {window.impl} implementation does not take this layer: {reason}")
