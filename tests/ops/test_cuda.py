@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from tests.ops.layers import Layer, Oracle, Plain, random_inputs, random_path, same_bits
 from treewy import ops, reference
 from treewy.ops import DeviceWindow, GatedNorm, GDNDims, GDNParams, LayerState, support, unsupported_reason
+from treewy.ops import triton as triton_kernels
 from treewy.ops.cuda import build, launch
 from treewy.state import RecurrentState, StateSpec
 from treewy.tree import DraftTree, TreeBatch
@@ -111,10 +112,11 @@ class Round:
         self.queries = rand(batch, rows, dims.num_k_heads, dims.head_k_dim)
         self.a, self.b = (rand(batch, rows, heads, dtype=case.gates or case.inputs) for _ in range(2))
         self.z = rand(batch, rows, heads, dims.head_v_dim)
+        self.x = rand(batch, rows, dims.conv_dim)
         for place, tree in enumerate(self.trees):
             used = len(tree) if self.slots[place] >= 0 else 0
             self.queries[place, used:] = 0  # as the convolution leaves it
-            for tensor in (self.a, self.b, self.z):
+            for tensor in (self.a, self.b, self.z, self.x):
                 tensor[place, used:] = NAN
         self.norm = None
         if case.weight:
@@ -122,6 +124,7 @@ class Round:
             self.norm = GatedNorm(self.z.to(DEVICE), weight.to(DEVICE), 1e-5)
         for slot in self.slots[:-1]:
             self.state.checkpoint[slot] = 0.3 * rand(heads, dims.head_v_dim, dims.head_k_dim, dtype=FP32).to(DEVICE)
+            self.state.conv[slot] = rand(*self.state.conv.shape[1:]).to(DEVICE)
         for request, end, count, tree in zip(self.requests, ends, pending, self.trees, strict=False):
             at = torch.tensor([(end + row) % ring for row in range(-count, len(tree))])
             for tensor in (self.state.keys, self.state.values):
@@ -140,11 +143,17 @@ class Round:
         for place, request in enumerate(self.requests[:-1]):  # what the convolution leaves for verify
             self.window.places[place, 0] = self.state.end[request]
             self.window.places[place, 1] = self.state.pending[request].max()
-        self.queries, self.a, self.b = (tensor.to(DEVICE) for tensor in (self.queries, self.a, self.b))
+        self.queries, self.a, self.b, self.x = (t.to(DEVICE) for t in (self.queries, self.a, self.b, self.x))
 
     def run(self, state, fold_always):
         return launch.verify_mixed(
             state, self.window, self.queries, self.a, self.b, self.params, fold_always=fold_always, norm=self.norm
+        )
+
+    def run_whole(self, state, fold_always):
+        """From the inputs of the convolution on."""
+        return launch.verify(
+            state, self.window, self.x, self.a, self.b, self.params, fold_always=fold_always, norm=self.norm
         )
 
     def expected(self, place):
@@ -237,19 +246,23 @@ def test_what_users_meet_compiles_and_fits(case, launches):
     if case.rows:
         round_ = Round(case)
         round_.run(round_.state, fold_always=False)
-        assert launches[0][2] == (4, 5)
+        if case.rows <= launch.FUSED_ROWS:
+            round_.run_whole(round_.state, fold_always=False)
+        assert {grid for *_, grid in launches} == {(4, 5)}
     else:
         launch.fold(new_layer(case, 2, 2), torch.tensor([0, 1]), torch.tensor([0, 1]))
-        assert launches[0][2] == (4, 2)
-    ((name, defines, _),) = launches
-    code, log = build.compile_source(name, defines, "sm_90")
-    threads, shared = constant(code)
-    assert threads in (128, 256, 512)
+        assert [grid for *_, grid in launches] == [(4, 2)]
     said = support._shared_bytes(case.dims, case.state, case.rows, case.rows + case.capacity)
-    assert said - 256 <= shared <= said <= OF_A_BLOCK
-    spilled = int(re.search(r"(\d+) bytes spill stores", log)[1])
-    if case.rows in (1, 4) and (case.dk, case.dv) == (128, 128):
-        assert spilled <= ALLOWED_SPILL
+    assert said <= OF_A_BLOCK
+    for name, defines, _ in launches:
+        code, log = build.compile_source(name, defines, "sm_90")
+        threads, shared = constant(code)
+        assert threads in (128, 256, 512)
+        assert shared <= said
+        spilled = int(re.search(r"(\d+) bytes spill stores", log)[1])
+        if case.rows in (1, 4) and (case.dk, case.dv) == (128, 128):
+            assert spilled <= ALLOWED_SPILL
+    assert shared >= said - (256 if 0 < case.rows <= launch.FUSED_ROWS else 1024)  # without a convolution
 
 
 def test_a_mistake_in_the_source_is_told_with_its_place():
@@ -335,7 +348,9 @@ def test_more_that_is_refused(asked):
     )
     assert asked(case, (8, 9)) == "the device has compute capability 8.9; these kernels need 9.0"
     apart = torch.zeros(2, 4 * 128 * 128 + 4, dtype=BF16)[:, :-4].unflatten(1, (4, 128, 128))
-    assert "131080 bytes apart; these kernels need multiples of 16" in asked(case, checkpoint=apart)
+    assert "checkpoint are 131080 bytes apart; these kernels need multiples of 16" in asked(case, checkpoint=apart)
+    apart = torch.zeros(2, 3 * 1024 + 4, dtype=BF16)[:, :-4].unflatten(1, (3, 1024))
+    assert "conv are 6152 bytes apart; these kernels need multiples of 16" in asked(case, conv=apart)
     assert asked(case, checkpoint=torch.zeros(2, 4, 128, 128, dtype=BF16).mT) == (
         "checkpoint is not contiguous below its slots"
     )
@@ -369,7 +384,7 @@ def test_a_refused_layer_is_refused_by_verify():
         ({"z": lambda t: t.mT.contiguous().mT}, "z has stride 4 in its last dimension"),
         (
             {"z": lambda t: F.pad(t, (4, 4, 0, 0))[..., 4:-4]},
-            "its rows 16 bytes aligned",
+            "its rows must be 16 bytes aligned",
         ),
         ({"weight": lambda t: t[:64]}, "norm.weight is (64,)"),
         ({"weight": lambda t: t.half()}, "norm.weight is (128,) of torch.float16"),
@@ -398,6 +413,29 @@ def test_inputs_may_be_views_of_wider_rows(launches):
     round_.norm = round_.norm._replace(z=z.unflatten(2, (4, 128)))
     round_.run(round_.state, fold_always=False)
     assert len(launches) == 1
+
+
+@pytest.mark.parametrize(
+    ("alter", "why"),
+    [
+        (lambda x: x[:, :3], "x is (5, 3, 1024) of torch.bfloat16"),
+        (lambda x: x.float(), "x is (5, 4, 1024) of torch.float32"),
+        (lambda x: F.pad(x, (4, 4))[..., 4:-4], "its rows must be 16 bytes aligned"),
+        (lambda x: F.pad(x, (0, 4))[..., :-4], "with strides (4112, 1028, 1); its rows must be 16 bytes aligned"),
+    ],
+)
+def test_inputs_of_the_convolution_that_do_not_fit_are_refused_before_a_launch(alter, why, launches):
+    round_ = Round(Case(4, 12))
+    round_.x = alter(round_.x)
+    before = copy_of(round_.state)
+    with pytest.raises(ValueError, match=re.escape(why)):
+        round_.run_whole(round_.state, fold_always=True)
+    round_.window = DeviceWindow.empty(5, 5, num_slots=9, num_requests=6, device=DEVICE, impl="cuda")
+    round_.x = torch.zeros(5, 5, 1024, dtype=BF16, device=DEVICE)
+    with pytest.raises(ValueError, match="a window of 5 rows does not fit a stash of 4"):
+        round_.run_whole(round_.state, fold_always=True)
+    assert launches == []
+    assert all(same_bits(*pair) for pair in zip(round_.state, before, strict=True))
 
 
 def test_nothing_to_fold_is_no_launch(launches):
@@ -452,6 +490,29 @@ def test_beside_float64(case):
         nobody = [request for request in range(Round.REQUESTS) if request not in round_.requests]
         assert state.gates[nobody].isnan().all()
         assert (state.pending[nobody] == 1).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case in [*CASES, Case(8, 12)] if case.rows <= launch.FUSED_ROWS], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_launch_is_the_convolution_and_the_rest(case, bias):
+    """Beside Triton's convolution with the launch of the test before; what differs is the rounding of its outputs."""
+    round_ = Round(case, seed=1)
+    if not bias:
+        round_.params = round_.params._replace(conv_bias=None)
+    for fold_always in (False, True):
+        one, two = copy_of(round_.state), copy_of(round_.state)
+        found = round_.run_whole(one, fold_always)
+        round_.queries = triton_kernels.convolve(two, round_.window, round_.x, round_.params)
+        expected = round_.run(two, fold_always)
+        assert not found[4].any()
+        assert distance(found, expected) < 8 * ONE_ULP[case.inputs]
+        for name in ("window_inputs", "window_rows", "gates", "end", "pending", "conv"):
+            assert same_bits(getattr(one, name), getattr(two, name)), name
+        for name in ("keys", "values", "checkpoint"):
+            mine, other = getattr(one, name), getattr(two, name)
+            assert same_bits(mine.isnan(), other.isnan()), name
+            assert distance(mine.nan_to_num(), other.nan_to_num()) < 4 * ONE_ULP[case.inputs], name
 
 
 @pytest.mark.gpu

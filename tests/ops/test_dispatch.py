@@ -51,14 +51,38 @@ def test_a_state_with_kernels_is_used_as_one_without():
     assert all(same_bits(tensor, before[name]) for name, tensor in kernels.tensors.items())
 
 
-def test_cuda_kernels_verify_and_fold_and_tritons_convolve_and_commit(monkeypatch):
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_outputs_go_where_they_are_wanted(impl):
+    layer, g = Layer.random(DIMS), torch.Generator().manual_seed(0)
+    params = on_device(layer.params(torch.float32))
+    state = RecurrentState(SPEC, 2, DEVICE, impl)
+    window = state.plan(batch_of([DraftTree.chain(2)] * 2, 3).to(DEVICE), torch.tensor([0, 1], device=DEVICE))
+    inputs = [t.to(DEVICE) for t in random_inputs(DIMS, 2, 3, g, torch.float32)]
+
+    def run(out):
+        return ops.verify(state._layers[0], window, *inputs, params, fold_always=False, out=out)
+
+    wide = torch.full((3, 3, 2, 16), 7.0, device=DEVICE)
+    expected = run(None)
+    assert run(wide[:2]).data_ptr() == wide.data_ptr()
+    assert same_bits(wide[:2], expected)
+    assert (wide[2] == 7).all()
+    if impl == "triton":
+        before = contents(state)
+        for out in (wide, wide[:2].double(), wide[:2].mT.contiguous().mT):
+            with pytest.raises(ValueError, match=r"this plan takes \(2, 3, 2, 16\) of torch.float32, contiguous"):
+                run(out)
+        assert all(same_bits(tensor, before[name]) for name, tensor in state.tensors.items())
+
+
+def test_cuda_kernels_verify_and_fold_and_tritons_commit(monkeypatch):
     calls = []
 
     def note(impl):
         return SimpleNamespace(
             **{
                 name: lambda *_, name=name, **options: calls.append((impl, name, options))
-                for name in ("convolve", "verify_mixed", "commit", "fold")
+                for name in ("verify", "commit", "fold")
             }
         )
 
@@ -70,8 +94,8 @@ def test_cuda_kernels_verify_and_fold_and_tritons_convolve_and_commit(monkeypatc
     state.verify(0, window, None, None, None, None, norm=norm)
     state.commit(window, torch.tensor([[0]]), torch.tensor([1]))
     ops.fold(state._layers[0], where, where, impl="cuda")
-    verify = ("cuda", "verify_mixed", {"fold_always": False, "norm": norm})
-    assert calls == [("triton", "convolve", {}), verify, ("triton", "commit", {}), ("cuda", "fold", {})]
+    verify = ("cuda", "verify", {"fold_always": False, "norm": norm, "out": None})
+    assert calls == [verify, ("triton", "commit", {}), ("cuda", "fold", {})]
 
 
 def test_packages_that_are_missing(monkeypatch):

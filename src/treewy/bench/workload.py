@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -322,23 +323,20 @@ class Ours(Subject):
         self.all.window_rows.fill_(self.setting.rows)
 
     def verify(self) -> list[Tensor]:
-        """One launch a layer, or two with the convolution."""
-        from treewy.ops.triton import convolve
-
-        if self.kernels == "cuda":
-            from treewy.ops.cuda import verify_mixed
-        else:
-            from treewy.ops.triton import verify_mixed
+        """One launch a layer; Triton's kernels have one more for the convolution."""
+        kernels = import_module(f"treewy.ops.{self.kernels}")
         inputs, out = self.inputs, []
         fold_always = self.setting.case == "reconstruct"
         for layer, state in enumerate(self.each):
-            queries = self.queries[layer]
-            if self.setting.with_conv:
-                queries = convolve(state, self.window, inputs.x[layer], self.params)
+            run, x = (
+                (kernels.verify, inputs.x[layer])
+                if self.setting.with_conv
+                else (kernels.verify_mixed, self.queries[layer])
+            )
             norm = GatedNorm(inputs.z[layer], inputs.weights.norm, NORM_EPS)
             out.append(
-                verify_mixed(
-                    state, self.window, queries, inputs.a[layer], inputs.b[layer], self.params,
+                run(
+                    state, self.window, x, inputs.a[layer], inputs.b[layer], self.params,
                     fold_always=fold_always, norm=norm,
                 )
             )  # fmt: skip

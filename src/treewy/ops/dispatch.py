@@ -6,6 +6,7 @@ plan was made for. Kernels are imported when they are asked for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Literal, get_args, overload
 
@@ -56,7 +57,7 @@ def plan(
         requests: [B] integer, index of each running request; ignored for padding.
         num_slots: blocks in the pool.
         num_requests: R.
-        impl: what `verify` and `commit` of this round run; "cuda" has Triton's convolution and commit. A CUDA graph
+        impl: what `verify` and `commit` of this round run; "cuda" has Triton's commit. A CUDA graph
             needs a `DeviceWindow` that stays, filled anew by its `update`; what is made here is for one round.
 
     Raises:
@@ -91,6 +92,7 @@ def verify(
     *,
     fold_always: bool,
     norm: GatedNorm | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Runs a window through a layer: outputs of every row, and what `commit` needs of each.
 
@@ -110,6 +112,7 @@ def verify(
         params: of this layer.
         fold_always: fold whatever is pending.
         norm: the gated norm that follows, if it is to be applied to the outputs before they are rounded.
+        out: where the outputs are to be written, contiguous; a new tensor if None.
 
     Returns:
         [B, T, HV, dv] in the dtype of x; zero in padding requests and padding rows.
@@ -120,12 +123,10 @@ def verify(
             Nothing is written then.
     """
     if isinstance(window, Window):
-        return torch_impl.verify(state, window, x, a, b, params, fold_always=fold_always, norm=norm)
-    queries = _kernels("triton").convolve(state, window, x, params)
-    out: Tensor = _kernels(window.impl).verify_mixed(
-        state, window, queries, a, b, params, fold_always=fold_always, norm=norm
-    )
-    return out
+        made = torch_impl.verify(state, window, x, a, b, params, fold_always=fold_always, norm=norm)
+        return made if out is None else out.copy_(made)
+    run: Callable[..., Tensor] = _kernels(window.impl).verify
+    return run(state, window, x, a, b, params, fold_always=fold_always, norm=norm, out=out)
 
 
 def commit(state: LayerState, window: Window | DeviceWindow, path: Tensor, accepted: Tensor) -> None:

@@ -70,18 +70,19 @@ def _not_for_cuda(dims: GDNDims, state: LayerState, rows: int) -> str | None:
             f"a state of {dims.head_v_dim} x {dims.head_k_dim} in {pool.dtype} with {state.capacity + rows} rows takes "
             f"{needed} bytes of shared memory; a block has {available}"
         )
-    if pool.data_ptr() % 16:
-        return f"the pool begins at address {pool.data_ptr()}; these kernels need a multiple of 16"
-    if pool.shape[0] > 1 and pool.stride(0) * pool.itemsize % 16:
-        return (
-            f"blocks of the pool are {pool.stride(0) * pool.itemsize} bytes apart; these kernels need multiples of 16"
-        )
+    for name, pool in (("checkpoint", state.checkpoint), ("conv", state.conv)):
+        if pool.data_ptr() % 16:
+            return f"the pool of {name} begins at address {pool.data_ptr()}; these kernels need a multiple of 16"
+        if pool.shape[0] > 1 and pool.stride(0) * pool.itemsize % 16:
+            return (
+                f"blocks of {name} are {pool.stride(0) * pool.itemsize} bytes apart; these kernels need multiples of 16"
+            )
     return None
 
 
 def _shared_bytes(dims: GDNDims, state_dtype: torch.dtype, rows: int, joint: int) -> int:
     """At most what cuda/verify.cu lays out there, 16 bytes for the rounding of each piece included."""
-    dk, dv = dims.head_k_dim, dims.head_v_dim
+    dk, dv, kept = dims.head_k_dim, dims.head_v_dim, dims.conv_width - 1
     padded, padded_rows = -(-joint // 8) * 8, max(8, -(-rows // 8) * 8)
     square = padded if padded % 16 else padded + 8
     keys = joint * (2 * dk + 16)
@@ -90,8 +91,9 @@ def _shared_bytes(dims: GDNDims, state_dtype: torch.dtype, rows: int, joint: int
         dk * dv * state_dtype.itemsize
         + keys
         + others
-        + (padded + rows) * square * 4
+        + max((padded + rows) * square * 4, kept * (2 * dk + dv) * 2)
         + padded * 32
         + padded_rows * 16
-        + 176
+        + max(2, dk // 64) * rows * 4
+        + 192
     )

@@ -11,6 +11,10 @@ from treewy.ops.api import KEY_EPS, GatedNorm, GDNDims, GDNParams, LayerState
 from treewy.ops.cuda.build import kernel, tensor_map
 from treewy.ops.device_window import DeviceWindow
 from treewy.ops.support import unsupported_reason
+from treewy.ops.triton import convolve, outputs
+
+FUSED_ROWS = 8
+"""Wider windows are convolved by a launch of their own: in this one, value heads that share keys each convolve them."""
 
 
 class _Arguments(ctypes.Structure):
@@ -20,20 +24,64 @@ class _Arguments(ctypes.Structure):
         [
             (name, ctypes.c_void_p)
             for name in (
-                "queries", "keys", "values", "gates", "a", "b", "z", "weight", "out", "end", "pending", "places",
-                "slots", "requests", "rows", "ancestors", "longest", "neg_A", "dt_bias",
+                "x", "conv", "window_inputs", "window_rows", "taps", "bias", "conv_ancestors", "queries", "places",
+                "keys", "values", "gates", "a", "b", "z", "weight", "out", "end", "pending", "slots", "requests",
+                "rows", "ancestors", "longest", "neg_A", "dt_bias",
             )
         ]
         + [
             (name, ctypes.c_int64)
-            for name in ("a_stride", "a_row", "b_stride", "b_row", "z_stride", "z_row")
+            for name in (
+                "x_stride", "x_row", "conv_stride", "a_stride", "a_row", "b_stride", "b_row", "z_stride", "z_row",
+            )
         ]
         + [
             (name, ctypes.c_int)
-            for name in ("ring", "capacity", "H", "HV", "fold_always")
+            for name in ("max_rows", "ring", "capacity", "H", "HV", "fold_always")
         ]
         + [(name, ctypes.c_float) for name in ("beta_scale", "eps", "norm_eps")]
     )  # fmt: skip
+
+
+def verify(
+    state: LayerState,
+    window: DeviceWindow,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    params: GDNParams,
+    *,
+    fold_always: bool,
+    norm: GatedNorm | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A window through a layer. Arguments, result and errors as `treewy.ops.verify`.
+
+    One launch; or two, of more than `FUSED_ROWS` rows. Rows of x and of z, whose heads are adjacent, are 16 bytes
+    aligned; a and b are in the dtype of x, or fp32.
+    """
+    if window.rows > FUSED_ROWS:
+        queries = convolve(state, window, x, params)
+        return verify_mixed(state, window, queries, a, b, params, fold_always=fold_always, norm=norm, out=out)
+    dims, max_rows = params.dims, state.window_inputs.shape[1]
+    _expect("x", x, (window.batch, window.rows, dims.conv_dim), state.conv.dtype, state)
+    _expect_aligned("x", x)
+    if window.rows > max_rows:
+        raise ValueError(
+            f"a window of {window.rows} rows does not fit a stash of {max_rows}: truncate the trees or allocate more"
+        )
+    arguments = _Arguments(
+        x=x.data_ptr(),
+        conv=state.conv.data_ptr(),
+        window_inputs=state.window_inputs.data_ptr(),
+        window_rows=state.window_rows.data_ptr(),
+        taps=params.taps.data_ptr(),
+        bias=0 if params.conv_bias is None else params.conv_bias.data_ptr(),
+        conv_ancestors=window.conv_ancestors.data_ptr(),
+    )
+    arguments.x_stride, arguments.x_row = x.stride()[:2]
+    arguments.conv_stride, arguments.max_rows = state.conv.stride(0), max_rows
+    return _verify(state, window, x, a, b, params, arguments, fold_always, norm, out, conv_width=dims.conv_width)
 
 
 def verify_mixed(
@@ -46,64 +94,80 @@ def verify_mixed(
     *,
     fold_always: bool,
     norm: GatedNorm | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """All that follows the convolution, in one launch.
+    """What follows the convolution, alone: beside other kernels that leave it out.
 
     Args:
         state: its ring holds the window's keys and values already.
         window: plan.
-        queries: [B, T, H, dk] contiguous, from `treewy.ops.triton.convolve`.
+        queries: [B, T, H, dk] contiguous, after the convolution.
         a: [B, T, HV] in the dtype of the queries or fp32, as b.
         b: [B, T, HV].
         params: of this layer.
         fold_always: as in `treewy.ops.verify`.
-        norm: the gated norm that follows, fused; z in the dtype of the queries, its heads adjacent.
+        norm: as there.
+        out: as there.
 
     Returns:
         [B, T, HV, dv] in the dtype of the queries.
     """
     dims = params.dims
+    shape = (window.batch, window.rows, dims.num_k_heads, dims.head_k_dim)
+    _expect("queries", queries, shape, state.keys.dtype, state)
+    if not queries.is_contiguous():
+        raise ValueError(f"queries have strides {queries.stride()}; they must be contiguous")
+    arguments = _Arguments(queries=queries.data_ptr(), places=window.places.data_ptr())
+    return _verify(state, window, queries, a, b, params, arguments, fold_always, norm, out, conv_width=0)
+
+
+def _verify(
+    state: LayerState,
+    window: DeviceWindow,
+    like: Tensor,
+    a: Tensor,
+    b: Tensor,
+    params: GDNParams,
+    arguments: _Arguments,
+    fold_always: bool,
+    norm: GatedNorm | None,
+    out: Tensor | None,
+    *,
+    conv_width: int,
+) -> Tensor:
+    dims = params.dims
     batch, rows = window.batch, window.rows
     reason = unsupported_reason(dims, state, rows, impl="cuda")
     if reason is not None:
         raise ValueError(f"the cuda implementation does not take this layer: {reason}")
-    _expect("queries", queries, (batch, rows, dims.num_k_heads, dims.head_k_dim), state.keys.dtype, state)
-    if not queries.is_contiguous():
-        raise ValueError(f"queries have strides {queries.stride()}; they must be contiguous")
     if params.neg_A.dtype != torch.float32:
         raise ValueError(f"parameters are {params.neg_A.dtype}; these kernels take float32")
-    gates = queries.dtype if a.dtype == queries.dtype else torch.float32
+    gates = like.dtype if a.dtype == like.dtype else torch.float32
     _expect("a", a, (batch, rows, dims.num_v_heads), gates, state)
     _expect("b", b, (batch, rows, dims.num_v_heads), gates, state)
-    out = torch.empty(batch, rows, dims.num_v_heads, dims.head_v_dim, dtype=queries.dtype, device=queries.device)
-    arguments = _arguments(state, params.dims.num_k_heads)
-    arguments.queries, arguments.a, arguments.b, arguments.out = (t.data_ptr() for t in (queries, a, b, out))
+    out = outputs(out, like, window, dims)
+    _fill(arguments, state)
+    arguments.a, arguments.b, arguments.out = a.data_ptr(), b.data_ptr(), out.data_ptr()
     arguments.a_stride, arguments.a_row, arguments.b_stride, arguments.b_row = *a.stride()[:2], *b.stride()[:2]
     if norm is not None:
-        _expect("z", norm.z, tuple(out.shape), queries.dtype, state)
-        weights = queries.dtype if norm.weight.dtype == queries.dtype else torch.float32
+        _expect("z", norm.z, tuple(out.shape), like.dtype, state)
+        _expect_aligned("z", norm.z)
+        if norm.z.stride(2) != dims.head_v_dim:
+            raise ValueError(f"z has strides {norm.z.stride()}; its heads must be adjacent")
+        weights = like.dtype if norm.weight.dtype == like.dtype else torch.float32
         _expect("norm.weight", norm.weight, (dims.head_v_dim,), weights, state)
         if norm.weight.data_ptr() % 16:
             raise ValueError(f"norm.weight begins at address {norm.weight.data_ptr()}; it must be a multiple of 16")
-        if (
-            norm.z.stride(2) != dims.head_v_dim
-            or norm.z.stride(0) % 8
-            or norm.z.stride(1) % 8
-            or norm.z.data_ptr() % 16
-        ):
-            raise ValueError(
-                f"z has strides {norm.z.stride()}; its heads must be adjacent and its rows 16 bytes aligned"
-            )
         arguments.z, arguments.weight = norm.z.data_ptr(), norm.weight.data_ptr()
         arguments.z_stride, arguments.z_row = norm.z.stride()[:2]
         arguments.norm_eps = norm.eps
     arguments.slots, arguments.requests = window.slots.data_ptr(), window.requests.data_ptr()
     arguments.rows, arguments.longest = window.tree_rows.data_ptr(), window.longest.data_ptr()
-    arguments.ancestors, arguments.places = window.ancestors.data_ptr(), window.places.data_ptr()
+    arguments.ancestors = window.ancestors.data_ptr()
     arguments.neg_A, arguments.dt_bias = params.neg_A.data_ptr(), params.dt_bias.data_ptr()
     arguments.fold_always = fold_always
     arguments.beta_scale, arguments.eps = params.beta_scale, params.eps
-    _launch(state, rows, batch, arguments, gates, norm)
+    _launch(state, rows, batch, arguments, gates, norm, conv_width)
     return out
 
 
@@ -120,27 +184,28 @@ def fold(state: LayerState, slots: Tensor, requests: Tensor) -> None:
     if not slots.numel():
         return
     slots, requests = slots.long().contiguous(), requests.long().contiguous()
-    arguments = _arguments(state, state.keys.shape[2])
+    arguments = _Arguments()
+    _fill(arguments, state)
     arguments.slots, arguments.requests = slots.data_ptr(), requests.data_ptr()
     arguments.fold_always, arguments.eps = True, KEY_EPS
-    _launch(state, 0, slots.numel(), arguments, torch.float32, None)
+    _launch(state, 0, slots.numel(), arguments, torch.float32, None, 0)
 
 
-def _arguments(state: LayerState, key_heads: int) -> _Arguments:
-    arguments = _Arguments(
-        keys=state.keys.data_ptr(),
-        values=state.values.data_ptr(),
-        gates=state.gates.data_ptr(),
-        end=state.end.data_ptr(),
-        pending=state.pending.data_ptr(),
-    )
-    arguments.ring, arguments.capacity = state.keys.shape[1], state.capacity
-    arguments.H, arguments.HV = key_heads, state.checkpoint.shape[1]
-    return arguments
+def _fill(arguments: _Arguments, state: LayerState) -> None:
+    for name in ("keys", "values", "gates", "end", "pending"):
+        setattr(arguments, name, getattr(state, name).data_ptr())
+    arguments.ring, arguments.H = state.keys.shape[1:3]
+    arguments.capacity, arguments.HV = state.capacity, state.checkpoint.shape[1]
 
 
 def _launch(
-    state: LayerState, rows: int, batch: int, arguments: _Arguments, gates: torch.dtype, norm: GatedNorm | None
+    state: LayerState,
+    rows: int,
+    batch: int,
+    arguments: _Arguments,
+    gates: torch.dtype,
+    norm: GatedNorm | None,
+    conv_width: int,
 ) -> None:
     heads, dv, dk = state.checkpoint.shape[1:]
     defines = {
@@ -148,6 +213,7 @@ def _launch(
         "DV": dv,
         "WINDOW": rows,
         "ROWS": state.capacity + rows,
+        "CONV": conv_width,
         "BF16": int(state.keys.dtype == torch.bfloat16),
         "STATE32": int(state.checkpoint.dtype == torch.float32),
         "NORM": int(norm is not None),
@@ -171,3 +237,12 @@ def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
         )
     if tensor.stride(-1) != 1:
         raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
+
+
+def _expect_aligned(name: str, tensor: Tensor) -> None:
+    """Requests and rows begin at multiples of 16 bytes."""
+    if tensor.data_ptr() % 16 or any(stride * tensor.itemsize % 16 for stride in tensor.stride()[:2]):
+        raise ValueError(
+            f"{name} begins at address {tensor.data_ptr()}, with strides {tensor.stride()}; its rows must be 16 bytes "
+            "aligned"
+        )

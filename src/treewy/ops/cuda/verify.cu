@@ -1,28 +1,36 @@
-// The verify kernel: all that follows the convolution, one launch a layer.
+// The verify kernel: all of a window but its commit, one launch a layer.
 //
-// One block takes one value head of one request. Rows of its window: P pending ones (a chain), then the n of the tree,
-// together R, the joint rows; their keys k and values v are inputs, kept in a ring. With kappa = 1/|k|, rho = 1/|q|,
-// c = log decays summed along the path (fp64, so that differences of large sums keep their digits) and w = kappa u:
+// One block takes one value head of one request. Rows of its window: P pending ones (a chain), then the n of the tree.
+// The tree's rows meet themselves, their nearest ancestors and the committed inputs in the convolution, then SiLU; keys k
+// and values v of the pending rows went through it in earlier rounds and are kept in a ring, where those of the tree go
+// now. With kappa = 1/|k|, rho = 1/|q|, c = log decays summed along the path (fp64, so that differences of large sums keep
+// their digits) and w = kappa u:
 //
-//     (I + L) w = b (v - exp(c) kappa S k)        b = beta kappa,  L[i,j] = b_i kappa_i exp(c_i - c_j) k_i.k_j,  j above i
-//     o = rho (exp(c) S q + sum_j exp(c_i - c_j) (q.k_j) w_j) / sqrt(dk)          j above i, or i
+//     (I + L) w = r,   r = b (v - exp(c) kappa S k)    b = beta kappa,  L[i,j] = b_i kappa_i exp(c_i - c_j) k_i.k_j,  j above i
+//     o = exp(c) rho' S q + A w      A[i,j] = rho'_i exp(c_i - c_j) q_i.k_j,  j above i or i,   rho' = rho / sqrt(dk)
 //     fold: S <- exp(c_P) S + sum over pending j of exp(c_P - c_j) w_j k_j^T
 //
 // What makes it fast
-//   * Bytes. The state is read once and nothing is written but outputs and gates. A pending row is its inputs, 12 KiB a
-//     layer at 32 heads of 128; an fp32 pseudo-value with its key would be 20 KiB, read every round and written once more.
+//   * Bytes. The state is read once and nothing is written but outputs and what the ring takes of the window. A pending
+//     row is its inputs, 12 KiB a layer at 32 heads of 128; an fp32 pseudo-value with its key would be 20 KiB, read every
+//     round and written once more. Queries never leave the SM.
 //   * Bytes in flight. The state comes by the tensor copy engine, 32 KiB (bf16) by one thread, in the permutation that the
-//     matrix unit's loads want, and four or five blocks an SM wait for theirs while others compute. The small rows are asked
-//     for first: behind the states of all blocks they would come last, and everything starts with them.
-//   * No address waits for another one: the convolution has left the place in the ring where the request's slot stands.
+//     matrix unit's loads want, and four or five blocks an SM wait for theirs while others compute. Where many blocks
+//     queue, the small rows are asked for first: behind the states of all blocks they would come last, and everything
+//     starts with them. The convolution runs while pending rows and the state travel.
 //   * The matrix unit. dv is M, rows of the window are N, in steps of 8, so a window of 4 rows is not padded to 16 or 64.
 //     16-bit keys, queries and states are multiplied as they are: exact products, fp32 sums.
-//   * The order. L depends on keys and gates alone, so inverses of its diagonal blocks are made while the state travels.
-//   * The solve is forward substitution by blocks of 8 on the matrix unit: TF32 with both operands split in two, error
-//     2^-21. Accumulators of one product are, register by register, the operand of the next.
+//   * No solve on the long side. Outputs need A w = (A (I + L)^-1) r, and the product of the two squares is made of keys
+//     and gates alone, on rows of at most 96 columns, while the state travels; TF32 with both operands split in two, error
+//     2^-21. Its product with r, which only outputs see, is of 16-bit halves, error 2^-16. Solved rows w themselves are
+//     needed for a fold, of pending rows only: forward substitution by blocks of 8, TF32 in halves again.
+//   * Accumulators of one product are, register by register, the operand of the next.
 //
-// Compiled with: DK, DV (64, 128, 256); WINDOW (rows, 0 for a fold alone); ROWS (capacity of the history + WINDOW); BF16
-// (else fp16); STATE32; NORM; GATES32, WEIGHT32 (a and b, the norm's weight, are fp32).
+// Joint rows are numbered so that the tree's begin at W0, whatever is pending: pending ones end there.
+//
+// Compiled with: DK, DV (64, 128, 256); WINDOW (rows, 0 for a fold alone); ROWS (capacity of the history + WINDOW); CONV
+// (width of the convolution, 0 where it has run already); BF16 (else fp16); STATE32; NORM; GATES32, WEIGHT32 (a and b, the
+// norm's weight, are fp32).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -30,18 +38,25 @@ typedef long long i64;
 typedef unsigned short u16;
 
 struct Arguments {
-    const u16* queries;   // [B, T, H, DK]
-    const u16* keys;      // [R, ring, H, DK]
-    const u16* values;    // [R, ring, HV, DV]
+    const u16* x;         // [B, T, C], read if CONV
+    const u16* conv;      // [slots, CONV - 1, C], likewise
+    u16* window_inputs;   // [R, max_rows, C], written if CONV
+    int* window_rows;     // [R], likewise
+    const float* taps;    // [CONV, C]
+    const float* bias;    // [C] or null
+    const int* conv_ancestors; // [B, T, CONV - 1]
+    const u16* queries;   // [B, T, H, DK], read if not CONV
+    const int2* places;   // [B] end, most pending rows of a head; likewise
+    u16* keys;            // [R, ring, H, DK]
+    u16* values;          // [R, ring, HV, DV]
     float2* gates;        // [R, ring, HV] log decay, beta
     const void* a;        // [B, T, HV]
     const void* b;
     const u16* z;         // [B, T, HV, DV], read if NORM
     const void* weight;   // [DV], read if NORM
     u16* out;             // [B, T, HV, DV]
-    const int* end;       // [R], read if T is 0
+    const int* end;       // [R]
     int* pending;         // [R, HV]
-    const int2* places;   // [B] end, most pending rows of a head
     const i64* slots;     // [B]
     const i64* requests;  // [B]
     const int* rows;      // [B]
@@ -49,8 +64,8 @@ struct Arguments {
     const int* longest;   // [B]
     const float* neg_A;   // [HV]
     const float* dt_bias; // [HV]
-    i64 a_stride, a_row, b_stride, b_row, z_stride, z_row;
-    int ring, capacity, H, HV, fold_always;
+    i64 x_stride, x_row, conv_stride, a_stride, a_row, b_stride, b_row, z_stride, z_row;
+    int max_rows, ring, capacity, H, HV, fold_always;
     float beta_scale, eps, norm_eps;
 };
 
@@ -64,6 +79,7 @@ constexpr int KT = (ROWS + 7) / 8, QT = at_least(1, (T + 7) / 8); // tiles of 8 
 constexpr int THREADS = 32 * WARPS;
 constexpr int MT = DV / (16 * WARPS);        // tiles of 16 dv rows of a warp
 constexpr int KR = 8 * KT, QR = 8 * QT, XT = KT + QT;
+constexpr int W0 = KR - T, SHIFT = KR - ROWS; // the tree's first joint row; joint rows that nobody has room for
 template <bool WIDE> struct MaskOf { using type = u64; };
 template <> struct MaskOf<false> { using type = u32; };
 using Mask = MaskOf<(QT > 4)>::type;         // ancestors of a row
@@ -84,17 +100,21 @@ constexpr int AT_V = later(AT_X, (ROWS + T) * X_ROW);
 constexpr int AT_OUT = AT_X + ROWS * X_ROW; // in the place of queries and values, when these are used up
 constexpr int AT_M = at_least(later(AT_V, ROWS * V_ROW), later(AT_OUT, T * OS * 4));
 constexpr int AT_A = later(AT_M, KR * MS * 4);
-constexpr int AT_GATES = later(AT_A, T * MS * 4);   // float2: log decay, beta
+constexpr int KEPT = at_least(0, CONV - 1), CHANNELS = 2 * DK + DV; // committed inputs; channels of a head
+constexpr int AT_COMMITTED = AT_M; // until the squares are made
+constexpr int AT_GATES = at_least(later(AT_A, T * MS * 4), later(AT_COMMITTED, KEPT * CHANNELS * 2)); // float2: log decay, beta
 constexpr int AT_C = later(AT_GATES, KR * 8);        // float2: c, in two parts
 constexpr int AT_KEYROWS = later(AT_C, KR * 8);      // float4: b, exp(c) kappa, -b kappa
-constexpr int AT_QROWS = later(AT_KEYROWS, KR * 16); // float2: rho / sqrt(dk), exp(c) rho / sqrt(dk)
+constexpr int AT_QROWS = later(AT_KEYROWS, KR * 16); // float2: rho', exp(c) rho'
 constexpr int AT_MASKS = later(AT_QROWS, QR * 8);
-constexpr int SHARED = later(AT_MASKS, QR * 8); // a tile past the last row reads what follows, into columns of nobody
+constexpr int AT_SQUARES = later(AT_MASKS, QR * 8);  // float: of queries and keys, where they were convolved
+// A tile past the last row reads what follows, into columns of nobody.
+constexpr int SHARED = later(AT_SQUARES, CONV ? at_least(2, DK / 64) * T * 4 : 0);
 
 // Blocks that an SM is to hold: as many as fit its shared memory, with the registers that accumulators need.
 constexpr int REGISTERS = at_most(255, 72 + 4 * MT * XT);
 #ifndef BLOCKS
-constexpr int BLOCKS = at_least(1, at_most(227 * 1024 / (SHARED + 1024), 65536 / (THREADS * REGISTERS)));
+constexpr int BLOCKS = at_least(1, at_most(228 * 1024 / (SHARED + 1024), 65536 / (THREADS * REGISTERS)));
 #endif
 extern "C" __constant__ const int launch_bounds[2] = {THREADS, SHARED};
 
@@ -147,6 +167,9 @@ template <int BYTES> D void copy(u32 to, const void* from) {
     else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
 }
 D void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+D void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+D void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+D void wait_for_first_group() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
 
 // A barrier that counts the bytes of a state.
 D void open(u32 barrier) {
@@ -179,10 +202,29 @@ D void after_launch_before() { asm volatile("griddepcontrol.launch_dependents;\n
 D void before_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Where rows are: keys first, in tiles; then queries, in tiles. Where the 16 bytes `chunk` of a row are.
-D int memory_row(int x) { return x < KR ? x : x - KR + ROWS; }
+D int joint_row(int i) { return SHIFT ? max(i - SHIFT, 0) : i; }
+D int memory_row(int x) { return x < KR ? joint_row(x) : x - KR + ROWS; }
 D int x_at(int row, int chunk) { return row * X_ROW + chunk * 16; }
 D int v_at(int row, int chunk) { return row * V_ROW + chunk * 16; }
 D int s_at(int row, int chunk) { return chunk / 8 * (DV * 128) + row * 128 + ((chunk % 8 ^ row & 7) << 4); }
+
+// EACH adjacent channels of a head's query, key and value, which stand side by side in this order.
+template <int EACH> struct Piece {
+    int part, offset;
+    D explicit Piece(int index) {
+        const int channel = index * EACH;
+        part = channel < DK ? 0 : channel < 2 * DK ? 1 : 2;
+        offset = channel - part * DK;
+    }
+    D int channel(const Arguments& p, int head, int key_head) const { // in the layer
+        return (part == 2 ? 2 * p.H * DK + head * DV : (part * p.H + key_head) * DK) + offset;
+    }
+    D int at(int r) const { // of row r of the tree, in shared memory
+        const int row = part == 0 ? AT_X + (ROWS + r) * X_ROW
+                      : part == 1 ? AT_X + (ROWS - T + r) * X_ROW : AT_V + (ROWS - T + r) * V_ROW;
+        return row + offset * 2;
+    }
+};
 
 D void load4(u32 (&r)[4], u32 from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -205,6 +247,18 @@ D void product16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same of bf16, whatever the inputs are: 16 or 8 columns of a.
+D void product_halves(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+D void product_halves(float (&c)[4], const u32 (&a)[4], u32 b0) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(b0));
+}
+
 // c += a b, 16 x 8 by 8 x 8, TF32.
 D void product32(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -217,6 +271,13 @@ D void product32(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 D void split(float x, u32& big, u32& small) {
     big = __float_as_uint(x) & 0xffffe000u;
     small = __float_as_uint(x - __uint_as_float(big));
+}
+
+D float silu(float x) {
+    float e, inverse;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.44269504f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + e));
+    return x * inverse;
 }
 
 // A tile of accumulators, 16 dv rows by 8 rows, as the left operand of the next product. The matrix unit's k-th column
@@ -232,30 +293,53 @@ struct Left {
     }
 };
 
-// The transpose of an 8 x 8 block of a square in shared memory, as the right operand.
+// An 8 x 8 block as the right operand: its rows 2 q and 2 q + 1, of one column.
 struct Right {
     u32 big[2], small[2];
-    D Right(const float* block, int g, int q) {
-        const float2 pair = *reinterpret_cast<const float2*>(block + g * MS + 2 * q);
-        split(pair.x, big[0], small[0]);
-        split(pair.y, big[1], small[1]);
-    }
+    D Right(float x, float y) { split(x, big[0], small[0]), split(y, big[1], small[1]); }
 };
+
+// c = a b or c += a b, in fp32 quality.
+D void set_product(float (&c)[4], const Left& a, const Right& b) {
+    float rest[4] = {};
+    c[0] = c[1] = c[2] = c[3] = 0.0f;
+    product32(c, a.big, b.big[0], b.big[1]);
+    product32(rest, a.small, b.big[0], b.big[1]);
+    product32(rest, a.big, b.small[0], b.small[1]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) c[e] += rest[e];
+}
+D void add_product(float (&c)[4], const Left& a, const Right& b) {
+    product32(c, a.small, b.big[0], b.big[1]);
+    product32(c, a.big, b.small[0], b.small[1]);
+    product32(c, a.big, b.big[0], b.big[1]);
+}
+
+// Two fp32 numbers as two pairs of bf16: x = big + small (1 + 2^-8).
+D u32 pack_bf16(float lo, float hi) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
+    return pair;
+}
+D void halve(float x, float y, u32& big, u32& small) {
+    big = pack_bf16(x, y);
+    small = pack_bf16(x - __uint_as_float(big << 16), y - __uint_as_float(big & 0xffff0000u));
+}
 
 template <int N> struct Constant { static constexpr int value = N; };
 
-// body(first, count) for tiles FIRST .. LAST - 1 in groups, whose first tile is in use.
-template <int FIRST, int LAST, int SIZE, class InUse, class Body> D void groups(const InUse& in_use, const Body& body) {
+// body(first, count) for tiles FIRST .. LAST - 1 in groups.
+template <int FIRST, int LAST, int SIZE, class Body> D void groups(const Body& body) {
     if constexpr (FIRST < LAST) {
-        if (in_use(FIRST)) body(Constant<FIRST>(), Constant<at_most(SIZE, LAST - FIRST)>());
-        groups<FIRST + SIZE, LAST, SIZE>(in_use, body);
+        body(Constant<FIRST>(), Constant<at_most(SIZE, LAST - FIRST)>());
+        groups<FIRST + SIZE, LAST, SIZE>(body);
     }
 }
 
 // The gated norm of rows of outputs: LANES lanes a row, each with PARTS times EACH adjacent elements.
 struct Gated {
     static constexpr int LANES = QT == 1 ? 32 : 8;
-    static constexpr int EACH = at_most(8, DV / LANES), PARTS = DV / LANES / EACH;
+    static constexpr int EACH = at_most(4, DV / LANES), PARTS = DV / LANES / EACH;
     float weight[PARTS][EACH];
     u32 z[PARTS][EACH / 2];
     const u16* from;
@@ -268,7 +352,7 @@ struct Gated {
             if (QT == 1) load_weight(p, lane), load(warp, T, lane);
             else
                 for (int line = threadIdx.x; line < T * (DV / 64); line += THREADS)
-                    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + line / (DV / 64) * row + line % (DV / 64) * 64));
+                    prefetch(from + line / (DV / 64) * row + line % (DV / 64) * 64);
         }
     }
 
@@ -299,12 +383,9 @@ struct Gated {
 
     D static void vector(u32 (&to)[EACH / 2], const u16* from) {
         if constexpr (EACH == 2) to[0] = *reinterpret_cast<const u32*>(from);
-        else if constexpr (EACH == 4) {
+        else {
             const uint2 two = *reinterpret_cast<const uint2*>(from);
             to[0] = two.x, to[1] = two.y;
-        } else {
-            const uint4 four = *reinterpret_cast<const uint4*>(from);
-            to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
         }
     }
 };
@@ -314,209 +395,402 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     extern __shared__ __align__(1024) char shared[];
     const u32 base = address(shared);
     float* const M = reinterpret_cast<float*>(shared + AT_M); // -L below the diagonal blocks, (I + L)^-1 in them
-    float* const A = reinterpret_cast<float*>(shared + AT_A); // what queries take of w
+    float* const A = reinterpret_cast<float*>(shared + AT_A); // A, then A (I + L)^-1
     float2* const gates = reinterpret_cast<float2*>(shared + AT_GATES);
     float2* const c = reinterpret_cast<float2*>(shared + AT_C);
     float4* const key_rows = reinterpret_cast<float4*>(shared + AT_KEYROWS);
     float2* const query_rows = reinterpret_cast<float2*>(shared + AT_QROWS);
     const u64* const masks = reinterpret_cast<u64*>(shared + AT_MASKS);
+    float* const squares = reinterpret_cast<float*>(shared + AT_SQUARES);
 
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, q = lane % 4;
     const u32 state_there = base + AT_BARRIER;
     constexpr int WARP_ROWS = DV / WARPS;
     const int v0 = warp * WARP_ROWS;
 
-    const int head = blockIdx.x, key_head = head / (p.HV / p.H);
+    const int head = blockIdx.x, group = p.HV / p.H, key_head = head / group;
     const i64 batch = blockIdx.y;
+    const int channels = 2 * p.H * DK + p.HV * DV;
 
-    // 1. Ask for everything, each thing as soon as its address is known; first for what others wait for.
+    // 1. Ask for everything, each thing as soon as its address is known; first for what others wait for. A thread of the
+    // convolution has four channels, whose inputs only it reads.
     if (tid == 0) open(state_there);
+    if (CONV) // parameters into the L2, which sees what a launch before this one may still write
+        for (int line = tid; line < CONV * (CHANNELS / 32); line += THREADS)
+            prefetch(p.taps + line / (CHANNELS / 32) * channels
+                     + Piece<32>(line % (CHANNELS / 32)).channel(p, head, key_head));
     after_launch_before();
     const int slot = (int)p.slots[batch];
     const i64 request = p.requests[batch];
     const int n = T ? p.rows[batch] : 0;
+    const int2 looked_up = T && !CONV ? p.places[batch] : make_int2(0, 0);
+    constexpr int PIECES = CONV ? CHANNELS / 4 : 0, EACH_THREAD = (PIECES + THREADS - 1) / THREADS;
+    constexpr int MET = at_least(1, KEPT);
+    float4 taps[at_least(1, EACH_THREAD)][MET + 1];
+    int codes[at_least(1, T)][MET];
+#pragma unroll
+    for (int j = 0; j < EACH_THREAD; ++j) {
+        const int index = tid + j * THREADS;
+        if (index >= PIECES) break;
+        const Piece<4> piece(index);
+        const int channel = piece.channel(p, head, key_head);
+        const u16* const x = p.x + batch * p.x_stride + channel;
+#pragma unroll
+        for (int r = 0; r < T; ++r) copy<8>(base + piece.at(r), x + r * (int)p.x_row);
+#pragma unroll
+        for (int step = 0; step < CONV; ++step)
+            taps[j][step] = *reinterpret_cast<const float4*>(p.taps + step * channels + channel);
+    }
+    if (CONV)
+#pragma unroll
+        for (int r = 0; r < T; ++r)
+#pragma unroll
+            for (int step = 0; step < KEPT; ++step) codes[r][step] = p.conv_ancestors[(batch * T + r) * KEPT + step];
     u16* const out = p.out + (batch * T * p.HV + head) * DV;
     const int out_row = p.HV * DV;
     if (slot < 0) {
         for (int to = tid; to < T * (DV / 8); to += THREADS)
             *reinterpret_cast<uint4*>(out + to / (DV / 8) * (i64)out_row + to % (DV / 8) * 8) = make_uint4(0, 0, 0, 0);
+        wait_for_copies();
         return;
     }
-    const int own = p.pending[request * p.HV + head]; // less than P where the head has folded already
-    const int2 looked_up = T ? p.places[batch] : make_int2(p.end[request], own);
-    const int P = looked_up.y, joint = P + n;
-    const int first = looked_up.x - P;
+    const int P = p.pending[request * p.HV + head], end = T && !CONV ? looked_up.x : p.end[request];
     const int longest = T ? p.longest[batch] : 0;
+    const int gate_row = THREADS - 1 - tid; // the last warp convolves least
     float gate_a, gate_b, neg_A, dt_bias;
-    if (tid < T) {
-        copy<8>(base + AT_MASKS + tid * 8, p.ancestors + batch * T + tid);
-        gate_a = element<GATES32>(p.a, batch * p.a_stride + tid * p.a_row + head);
-        gate_b = element<GATES32>(p.b, batch * p.b_stride + tid * p.b_row + head);
+    if (gate_row < T) {
+        copy<8>(base + AT_MASKS + gate_row * 8, p.ancestors + batch * T + gate_row);
+        gate_a = element<GATES32>(p.a, batch * p.a_stride + gate_row * p.a_row + head);
+        gate_b = element<GATES32>(p.b, batch * p.b_stride + gate_row * p.b_row + head);
         neg_A = p.neg_A[head], dt_bias = p.dt_bias[head];
     }
-    constexpr int X_CHUNKS = DK / 8, V_CHUNKS = DV / 8;
-    for (int r = tid / X_CHUNKS; r < T; r += THREADS / X_CHUNKS)
-        copy<16>(base + AT_X + x_at(ROWS + r, tid % X_CHUNKS),
-                 p.queries + ((batch * T + r) * p.H + key_head) * DK + tid % X_CHUNKS * 8);
+#pragma unroll
+    for (int j = 0; j < EACH_THREAD; ++j) {
+        const int index = tid + j * THREADS;
+        if (index >= PIECES) break;
+        const u16* const kept = p.conv + slot * p.conv_stride + Piece<4>(index).channel(p, head, key_head);
+#pragma unroll
+        for (int i = 0; i < KEPT; ++i) copy<8>(base + AT_COMMITTED + i * (CHANNELS * 2) + index * 8, kept + i * channels);
+    }
+    close_group();
     Gated gated(p, batch, head, warp, lane);
     const auto place = [&](int i) { // of joint row i in the ring
-        int at = first + i;
-        at = at < 0 ? at + p.ring : at;
-        return request * p.ring + (at >= p.ring ? at - p.ring : at);
+        const int at = end + i - W0;
+        return at < 0 ? at + p.ring : at >= p.ring ? at - p.ring : at;
     };
-    if (tid < P) copy<8>(base + AT_GATES + tid * 8, p.gates + place(tid) * p.HV + head);
+    const int key_row = p.H * DK, value_row = p.HV * DV;
+    const i64 ring_rows = request * p.ring;
+    u16* const keys = p.keys + ring_rows * key_row + key_head * DK;
+    u16* const values = p.values + ring_rows * value_row + head * DV;
+    float2* const ring_gates = p.gates + ring_rows * p.HV + head;
+    const int lo = W0 - P, hi = W0 + n; // joint rows that are
+    const bool folds = P && (p.fold_always || P + longest > p.capacity);
+    {
+        // The most pending rows of a head may be known before its own.
+        const int from = T && !CONV ? W0 - looked_up.y : lo, to = CONV ? W0 : hi;
+        constexpr int X_CHUNKS = DK / 8, V_CHUNKS = DV / 8;
+        if (!CONV)
+            for (int r = tid / X_CHUNKS; r < T; r += THREADS / X_CHUNKS)
+                copy<16>(base + AT_X + x_at(ROWS + r, tid % X_CHUNKS),
+                         p.queries + ((batch * T + r) * p.H + key_head) * DK + tid % X_CHUNKS * 8);
+        for (int i = from + tid; i < W0; i += THREADS) copy<8>(base + AT_GATES + i * 8, ring_gates + place(i) * p.HV);
 #pragma unroll
-    for (int i0 = 0; i0 < KR; i0 += THREADS / X_CHUNKS) {
-        const int i = i0 + tid / X_CHUNKS;
-        if (i >= joint) break;
-        copy<16>(base + AT_X + x_at(i, tid % X_CHUNKS), p.keys + (place(i) * p.H + key_head) * DK + tid % X_CHUNKS * 8);
-        if (X_CHUNKS == V_CHUNKS)
-            copy<16>(base + AT_V + v_at(i, tid % V_CHUNKS), p.values + (place(i) * p.HV + head) * DV + tid % V_CHUNKS * 8);
+        for (int i0 = 0; i0 < KR; i0 += THREADS / X_CHUNKS) {
+            const int i = from + i0 + tid / X_CHUNKS;
+            if (i >= to) {
+                if (!CONV && i < KR)
+                    *reinterpret_cast<uint4*>(shared + AT_X + x_at(i - SHIFT, tid % X_CHUNKS)) = make_uint4(0, 0, 0, 0);
+                continue;
+            }
+            const int at = place(i);
+            copy<16>(base + AT_X + x_at(i - SHIFT, tid % X_CHUNKS), keys + at * key_row + tid % X_CHUNKS * 8);
+            if (X_CHUNKS == V_CHUNKS)
+                copy<16>(base + AT_V + v_at(i - SHIFT, tid % V_CHUNKS), values + at * value_row + tid % V_CHUNKS * 8);
+        }
+        if (X_CHUNKS != V_CHUNKS)
+            for (int i = from + tid / V_CHUNKS; i < to; i += THREADS / V_CHUNKS)
+                copy<16>(base + AT_V + v_at(i - SHIFT, tid % V_CHUNKS), values + place(i) * value_row + tid % V_CHUNKS * 8);
     }
-    if (X_CHUNKS != V_CHUNKS)
-        for (int i = tid / V_CHUNKS; i < joint; i += THREADS / V_CHUNKS)
-            copy<16>(base + AT_V + v_at(i, tid % V_CHUNKS), p.values + (place(i) * p.HV + head) * DV + tid % V_CHUNKS * 8);
-
+    close_group();
     if (tid == 0) read_state(base + AT_S, state, head, slot, state_there);
-    if (tid < n) {
+    if (gate_row < n) {
         const float x = gate_a + dt_bias;
         const float log_decay = neg_A * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
         const float2 both = make_float2(log_decay < -1e3f ? -1e3f : log_decay, p.beta_scale / (1.0f + expf(-gate_b)));
-        gates[P + tid] = both;
-        p.gates[place(P + tid) * p.HV + head] = both;
+        gates[W0 + gate_row] = both;
+        ring_gates[place(W0 + gate_row) * p.HV] = both;
+    }
+    if (CONV && head == 0 && tid == 0) p.window_rows[request] = n;
+
+    // 2. The convolution, in place: a thread has read all inputs of its channels before it writes. Sums of their squares.
+    if (CONV) wait_for_first_group();
+#pragma unroll
+    for (int j = 0; j < EACH_THREAD; ++j) {
+        const int index = tid + j * THREADS;
+        if (index >= PIECES) break;
+        const Piece<4> piece(index);
+        const int channel = piece.channel(p, head, key_head);
+        const bool ours = piece.part == 2 || head == key_head * group; // the first value head keeps its group's keys and inputs
+        u16* const ring = (piece.part == 2 ? values : keys) + piece.offset;
+        const int ring_row = piece.part == 2 ? value_row : key_row;
+        u16* const stash = p.window_inputs + request * p.max_rows * channels + channel;
+        float4 bias = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (p.bias) bias = *reinterpret_cast<const float4*>(p.bias + channel);
+        uint2 input[at_least(1, T)], made[at_least(1, T)];
+#pragma unroll
+        for (int r = 0; r < T; ++r) {
+            float sum[4] = {bias.x, bias.y, bias.z, bias.w};
+#pragma unroll
+            for (int step = 0; step < CONV; ++step) {
+                const int code = step == 0 ? r : r < n ? codes[r][at_least(step - 1, 0)] : -1;
+                const uint2 met = *reinterpret_cast<const uint2*>(
+                    shared + (code >= 0 ? piece.at(code) : AT_COMMITTED + (KEPT + code) * (CHANNELS * 2) + index * 8));
+                if (step == 0) input[r] = met;
+                sum[0] += low(met.x) * taps[j][step].x, sum[1] += high(met.x) * taps[j][step].y;
+                sum[2] += low(met.y) * taps[j][step].z, sum[3] += high(met.y) * taps[j][step].w;
+            }
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sum[e] = silu(sum[e]);
+            made[r] = r < n ? make_uint2(pack(sum[0], sum[1]), pack(sum[2], sum[3])) : make_uint2(0, 0);
+        }
+#pragma unroll
+        for (int r = 0; r < T; ++r) {
+            *reinterpret_cast<uint2*>(shared + piece.at(r)) = made[r];
+            if (r >= n) continue;
+            if (!ours) continue;
+            if (piece.part) *reinterpret_cast<uint2*>(ring + place(W0 + r) * ring_row) = made[r];
+            *reinterpret_cast<uint2*>(stash + r * channels) = input[r];
+        }
+        if (index < 2 * DK / 4) {
+            constexpr int LANES = at_most(32, DK / 4); // of a warp, in a row
+            float sums[at_least(1, T)];
+#pragma unroll
+            for (int r = 0; r < T; ++r) {
+                sums[r] = low(made[r].x) * low(made[r].x) + high(made[r].x) * high(made[r].x);
+                sums[r] += low(made[r].y) * low(made[r].y) + high(made[r].y) * high(made[r].y);
+            }
+#pragma unroll
+            for (int step = 1; step < LANES; step *= 2)
+#pragma unroll
+                for (int r = 0; r < T; ++r) sums[r] += __shfl_xor_sync(0xffffffffu, sums[r], step);
+#pragma unroll
+            for (int r = 0; r < T; ++r)
+                if (lane % LANES == r) squares[(piece.part * (DK / 4 / LANES) + piece.offset / (4 * LANES)) * T + r] = sums[r];
+        }
     }
     wait_for_copies();
-    if (tid < P - own) gates[tid] = make_float2(0.0f, 0.0f); // a row without effect
     __syncthreads();
 
-    // 2. Norms, sums of decays along the paths: EACH_ROW lanes a row.
-    constexpr int EACH_ROW = XT > 4 ? 4 : 8;
-    for (int at = tid; at < ((joint + n) * EACH_ROW + 31) / 32 * 32; at += THREADS) {
-        const int x = at / EACH_ROW, part = at % EACH_ROW;
-        const bool is_key = x < joint, is_query = !is_key && x < joint + n;
-        const int i = is_query ? x - n : min(x, joint - 1); // row of the joint system
-        const int row = is_query ? ROWS + x - joint : i;
-        float four[4] = {};
+    // 3. What is known of a row: its norms, the sum of decays along its path. EACH_ROW lanes a row.
+    constexpr int EACH_ROW = KR * 8 <= THREADS ? 8 : 4;
+    if (tid < T - n) c[hi + tid] = make_float2(0.0f, 0.0f), key_rows[hi + tid] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int at = tid; at < ((hi - lo) * EACH_ROW + 31) / 32 * 32; at += THREADS) {
+        const int i = min(lo + at / EACH_ROW, hi - 1), r = i - W0, part = at % EACH_ROW;
+        const auto sum_of_squares = [&](int row) {
+            float four[4] = {};
 #pragma unroll
-        for (int chunk = 0; chunk < DK / 8; chunk += EACH_ROW) {
-            const uint4 eight = *reinterpret_cast<const uint4*>(shared + AT_X + x_at(row, chunk + part));
-            const u32 pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+            for (int chunk = 0; chunk < DK / 8; chunk += EACH_ROW) {
+                const uint4 eight = *reinterpret_cast<const uint4*>(shared + AT_X + x_at(row, chunk + part));
+                const u32 pairs[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
-            for (int e = 0; e < 4; ++e) four[e] += low(pairs[e]) * low(pairs[e]) + high(pairs[e]) * high(pairs[e]);
-        }
-        float squares = (four[0] + four[1]) + (four[2] + four[3]);
-        const Mask path = i < P ? 0 : (Mask)masks[i - P];
-        double sum = 0.0;
-        if constexpr (KT <= 3) {
-#pragma unroll
-            for (int j0 = 0; j0 < KR; j0 += EACH_ROW) {
-                const int j = j0 + part;
-                const bool above = j < P ? j <= i : path >> (j - P & 31) & 1;
-                sum += j < joint && above ? gates[j].x : 0.0f;
+                for (int e = 0; e < 4; ++e) four[e] += low(pairs[e]) * low(pairs[e]) + high(pairs[e]) * high(pairs[e]);
             }
-        } else {
-#pragma unroll 1
-            for (int j = part; j < min(i + 1, P); j += EACH_ROW) sum += gates[j].x;
-            Mask rest = path; // each lane takes every EACH_ROW-th bit that is set
+            return (four[0] + four[1]) + (four[2] + four[3]);
+        };
+        float of_key = 0.0f, of_query = 0.0f;
+        if (!CONV || r < 0) of_key = sum_of_squares(i - SHIFT);
+        if (!CONV && r >= 0) of_query = sum_of_squares(ROWS + r);
+        double decays = 0.0;
+#pragma unroll 2
+        for (int j = lo + part; j <= min(i, W0 - 1); j += EACH_ROW) decays += gates[j].x;
+        const Mask path = r < 0 ? 0 : (Mask)masks[r];
 #pragma unroll
-            for (int skip = 1; skip < EACH_ROW; ++skip) rest = part >= skip ? rest & (rest - 1) : rest;
-#pragma unroll 1
-            while (rest) {
-                sum += gates[P + __ffsll(rest) - 1].x;
-#pragma unroll
-                for (int skip = 0; skip < EACH_ROW; ++skip) rest &= rest - 1;
-            }
-        }
+        for (int j = 0; j < T; j += EACH_ROW) decays += path >> (j + part) & 1 && j + part < T ? gates[W0 + j + part].x : 0.0f;
 #pragma unroll
         for (int step = 1; step < EACH_ROW; step *= 2) {
-            squares += __shfl_xor_sync(0xffffffffu, squares, step);
-            sum += __shfl_xor_sync(0xffffffffu, sum, step);
+            decays += __shfl_xor_sync(0xffffffffu, decays, step);
+            of_key += __shfl_xor_sync(0xffffffffu, of_key, step);
+            of_query += __shfl_xor_sync(0xffffffffu, of_query, step);
         }
-        const float scale = rsqrtf(squares + p.eps), from_state = expf((float)sum);
-        if (part == 0 && is_key) {
-            const float beta = gates[i].y;
-            c[i] = make_float2((float)sum, (float)(sum - (float)sum));
-            key_rows[i] = make_float4(beta * scale, from_state * scale, -beta * scale * scale, 0.0f);
-        }
-        if (part == 0 && is_query) {
-            const float rho = scale * rsqrtf((float)DK);
-            query_rows[x - joint] = make_float2(rho, rho * from_state);
+        if (part || lo + at / EACH_ROW >= hi) continue;
+        if (CONV && r >= 0)
+#pragma unroll
+            for (int piece = 0; piece < at_least(1, DK / 128); ++piece) {
+                of_query += squares[piece * T + r];
+                of_key += squares[(at_least(1, DK / 128) + piece) * T + r];
+            }
+        const float kappa = rsqrtf(of_key + p.eps), beta = gates[i].y, from_state = expf((float)decays);
+        c[i] = make_float2((float)decays, (float)(decays - (float)decays));
+        key_rows[i] = make_float4(beta * kappa, from_state * kappa, -beta * kappa * kappa, 0.0f);
+        if (r >= 0) {
+            const float rho = rsqrtf(of_query + p.eps) * rsqrtf((float)DK);
+            query_rows[r] = make_float2(rho, rho * from_state);
         }
     }
     __syncthreads();
 
-    // 3. Products of the rows with each other.
-    const int key_tiles = (joint + 7) / 8;
-    constexpr int X_TILES = (XT + 1) / 2, WIDE = KT > 3 ? 2 : 1; // tiles of 8 columns of a product
-    for (int unit = warp; unit < X_TILES * ((key_tiles + WIDE - 1) / WIDE); unit += WARPS) {
+    // 4. Products of the rows with each other, 16 rows by 8 or 16 columns a warp, where a row has an ancestor there. Between
+    // rows that are not related any number may stand, but one it must be.
+    const auto keys_in_use = [&](int first, int last) { return 8 * last > lo && 8 * first < hi; };
+    constexpr int X_TILES = (XT + 1) / 2, WIDE = KT > 3 ? 2 : 1;
+    for (int unit = warp; unit < X_TILES * ((KT + WIDE - 1) / WIDE); unit += WARPS) {
         const int x0 = unit % X_TILES * 16, j0 = unit / X_TILES * (8 * WIDE);
-        const bool of_keys = x0 < min(joint, KR) && j0 <= x0 + 15;
+        const bool of_keys = x0 < min(hi, KR) && x0 + 15 >= lo && j0 <= x0 + 15;
         const bool of_queries = x0 + 15 >= KR && max(x0 - KR, 0) < n;
-        if (!of_keys && !of_queries) continue;
+        if (!keys_in_use(j0 / 8, j0 / 8 + WIDE) || !of_keys && !of_queries) continue;
+        const int row = min(x0 + lane % 16, 8 * XT - 1);
+        bool any = true;
+        if (QT > 1 && j0 >= W0) {
+            const int r = row < KR ? row - W0 : row - KR;
+            const Mask above = 0 <= r && r < n ? (Mask)masks[r] & ~((Mask)(row < KR) << r) : 0;
+            any = __any_sync(0xffffffffu, (above >> (j0 - W0) & (((Mask)1 << 8 * WIDE) - 1)) != 0);
+        }
         float sum[WIDE][2][4] = {};
-        const int a_row = memory_row(min(x0 + lane % 16, 8 * XT - 1));
 #pragma unroll
         for (int k = 0; k < DK / 32; ++k) {
+            if (!any) break;
             u32 left[2][4];
 #pragma unroll
-            for (int step = 0; step < 2; ++step) load4(left[step], base + AT_X + x_at(a_row, 4 * k + 2 * step + lane / 16));
+            for (int step = 0; step < 2; ++step)
+                load4(left[step], base + AT_X + x_at(memory_row(row), 4 * k + 2 * step + lane / 16));
 #pragma unroll
             for (int w = 0; w < WIDE; ++w) {
                 u32 right[4];
-                load4(right, base + AT_X + x_at(j0 + 8 * w + lane % 8, 4 * k + lane / 8));
+                load4(right, base + AT_X + x_at(joint_row(min(j0 + 8 * w, KR - 8) + lane % 8), 4 * k + lane / 8));
                 product16(sum[w][0], left[0], right[0], right[1]);
                 product16(sum[w][1], left[1], right[2], right[3]);
             }
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int x = x0 + g + 8 * half;
-            const bool is_key = x < KR;
-            const int r = is_key ? x - P : x - KR; // row of the tree, below 0 where pending
-            const int i = min(P + r, KR - 1);
-            const bool valid = i < joint && r < n;
-            const Mask path = r < 0 ? 0 : (Mask)masks[min(r, QR - 1)] & ~((Mask)is_key << r);
-            const float2 c_i = c[i];
-            const float factor = is_key ? key_rows[i].z : query_rows[min(max(r, 0), QR - 1)].x;
-            float* const to = is_key ? M + x * MS : A + (x - KR) * MS;
+            const int x = x0 + g + 8 * half, r = x - KR;
+            if (r >= T) continue;
+            const float2 c_i = c[r < 0 ? x : W0 + r];
+            const float factor = r < 0 ? key_rows[x].z : query_rows[r].x;
+            float* const to = r < 0 ? M + x * MS : A + r * MS;
 #pragma unroll
             for (int w = 0; w < WIDE; ++w) {
                 const int j = j0 + 8 * w + 2 * q;
-                if (j >= KR) continue;
+                if (KT % WIDE && j >= KR) continue;
                 const float4 c_j = *reinterpret_cast<const float4*>(c + j);
-                float value[2];
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int column = j + e;
-                    const bool above =
-                        column < P ? r >= 0 || column < x : path >> (column - P & (int)(8 * sizeof(Mask) - 1)) & 1;
-                    const float ratio = expf((c_i.x - (e ? c_j.z : c_j.x)) + (c_i.y - (e ? c_j.w : c_j.y)));
-                    const float dot = sum[w][0][2 * half + e] + sum[w][1][2 * half + e];
-                    value[e] = valid && above && column < joint ? dot * ratio * factor : 0.0f;
-                }
-                if (is_key || r < T) *reinterpret_cast<float2*>(to + j) = make_float2(value[0], value[1]);
+                const float even = __expf(fminf((c_i.x - c_j.x) + (c_i.y - c_j.y), 0.0f));
+                const float odd = __expf(fminf((c_i.x - c_j.z) + (c_i.y - c_j.w), 0.0f));
+                const float* const s0 = sum[w][0] + 2 * half;
+                const float* const s1 = sum[w][1] + 2 * half;
+                *reinterpret_cast<float2*>(to + j)
+                    = make_float2((s0[0] + s1[0]) * (even * factor), (s0[1] + s1[1]) * (odd * factor));
             }
         }
     }
     __syncthreads();
 
-    // 4. Inverses of the diagonal blocks, column by column.
-    if (const int block = tid / 8, column = tid % 8; warp * 4 < key_tiles) {
-        float* const square = M + min(block, KT - 1) * (8 * MS + 8);
-        float x[8];
+    // 5. Inverses of the diagonal blocks of I + L, transposed above the diagonal, which is one. A column a thread. For a fold
+    // those of pending rows; of all rows for the second way below.
+    constexpr int PT = (W0 + 7) / 8; // tiles that may hold pending rows
+    constexpr bool BY_THREADS = KT <= 4;
+    if (const int last = THREADS - 1 - tid, x = last / 8, column = last % 8;
+        (BY_THREADS ? folds && x < PT : x < KT) && keys_in_use(x, x + 1)) {
+        float* const square = M + 8 * x * (MS + 1);
+        float solved[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            x[i] = i == column;
+            const int first = lo - 8 * x, r = 8 * x + i - W0;
+            u32 above = first < 8 ? 0xffu << at_least(first, 0) : 0; // bit j: column 8 x + j is related, if it is above
+            if (!BY_THREADS && 8 * x + 8 > W0 && r >= 0) {
+                const Mask path = r < n ? (Mask)masks[r] : 0;
+                above &= (8 * x < W0 ? (1u << at_most(8, at_least(W0 - 8 * x, 0))) - 1 : 0)
+                         | (u32)(8 * x < W0 ? path << at_most(8, at_least(W0 - 8 * x, 0)) : path >> at_least(8 * x - W0, 0));
+            }
+            solved[i] = i == column;
 #pragma unroll
-            for (int j = 0; j < i; ++j) x[i] += square[i * MS + j] * x[j];
+            for (int j = 0; j < i; ++j) solved[i] += above >> j & 1 ? square[i * MS + j] * solved[j] : 0.0f;
+            if (i > column) square[column * MS + i] = solved[i];
         }
-        __syncwarp();
-        if (block < key_tiles)
+    }
+    // A (I + L)^-1, from the last column of a row's path to its first; then in halves in its place, the large ones of a tile
+    // before its small ones. A row a thread, where rows are short; else 16 rows a warp.
+    if constexpr (T && !BY_THREADS) {
+        __syncthreads();
+        if (16 * warp < n) {
+            const int row[2] = {16 * warp + g, 16 * warp + g + 8};
+            const Mask path[2] = {row[0] < n ? (Mask)masks[row[0]] : 0, row[1] < n ? (Mask)masks[row[1]] : 0};
+            const auto mask = [&](float(&b)[4], int x) {
 #pragma unroll
-            for (int i = 0; i < 8; ++i) square[i * MS + column] = x[i];
+                for (int e = 0; e < 4; ++e) {
+                    const int j = 8 * x + 2 * q + e % 2;
+                    b[e] = (j < W0 ? j >= lo : path[e / 2] >> at_least(j - W0, 0) & 1) ? b[e] : 0.0f;
+                }
+            };
+            float b[KT][4];
+#pragma unroll
+            for (int x = 0; x < KT; ++x)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const bool there = keys_in_use(x, x + 1) && row[half] < n;
+                    const float2 pair = there ? *reinterpret_cast<const float2*>(A + row[half] * MS + 8 * x + 2 * q)
+                                              : make_float2(0.0f, 0.0f);
+                    b[x][2 * half] = pair.x, b[x][2 * half + 1] = pair.y;
+                }
+#pragma unroll
+            for (int x = KT - 1; x >= 0; --x) {
+                mask(b[x], x);
+                if (!keys_in_use(x, x + 1)) continue;
+                const float2 pair = *reinterpret_cast<const float2*>(M + 8 * x * (MS + 1) + g * MS + 2 * q);
+                set_product(b[x], Left(b[x]), Right(2 * q > g ? pair.x : 2 * q == g, 2 * q + 1 > g ? pair.y : 2 * q + 1 == g));
+                mask(b[x], x);
+                const Left left(b[x]);
+                const float* const from = M + (8 * x + 2 * q) * MS + g;
+#pragma unroll
+                for (int y = 0; y < x; ++y) add_product(b[y], left, Right(from[8 * y], from[MS + 8 * y]));
+            }
+            __syncwarp();
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                if (row[half] < n)
+#pragma unroll
+                    for (int x = 0; x < KT; ++x) {
+                        u32* const to = reinterpret_cast<u32*>(A + row[half] * MS) + 8 * x + q;
+                        halve(b[x][2 * half], b[x][2 * half + 1], to[0], to[4]);
+                    }
+        }
+    } else if (tid < n) {
+        const Mask path = (Mask)masks[tid];
+        const auto on_path = [&](int j) { return j < W0 ? j >= lo : (bool)(path >> at_least(j - W0, 0) & 1); };
+        float* const row = A + tid * MS;
+        float b[KR];
+#pragma unroll
+        for (int j = 0; j < KR; j += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(row + j);
+            b[j] = four.x, b[j + 1] = four.y, b[j + 2] = four.z, b[j + 3] = four.w;
+        }
+#pragma unroll
+        for (int x = KT - 1; x >= 0; --x) {
+            if (8 * x < hi) // no numbers stand after that
+#pragma unroll
+                for (int i = 8 * x + 7; i >= 8 * x; --i) {
+                    const float solved = on_path(i) ? b[i] : 0.0f;
+#pragma unroll
+                    for (int j = 0; j < i; j += 4) {
+                        const float4 four = *reinterpret_cast<const float4*>(M + i * MS + j);
+                        const float L[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+                        for (int e = 0; e < 4; ++e)
+                            if (j + e < i) b[j + e] += solved * L[e];
+                    }
+                    b[i] = solved;
+                }
+            else
+#pragma unroll
+                for (int i = 8 * x; i < 8 * x + 8; ++i) b[i] = 0.0f;
+            uint4 big, small;
+            const float* const e = b + 8 * x;
+            halve(e[0], e[1], big.x, small.x), halve(e[2], e[3], big.y, small.y);
+            halve(e[4], e[5], big.z, small.z), halve(e[6], e[7], big.w, small.w);
+            *reinterpret_cast<uint4*>(row + 8 * x) = big, *reinterpret_cast<uint4*>(row + 8 * x + 4) = small;
+        }
     }
 
-    // 5. Products of the state with the rows: 16 dv rows by 8 rows a tile; keys first, then queries.
+    // 6. Products of the state with the rows: 16 dv rows by 8 rows a tile; keys first, then queries.
     wait(state_there);
     float tile[MT][XT][4];
 #pragma unroll
@@ -525,8 +799,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         for (int x = 0; x < XT; ++x)
 #pragma unroll
             for (int e = 0; e < 4; ++e) tile[m][x][e] = 0.0f;
-    const auto in_use = [&](int x) { return x < KT ? 8 * x < joint : 8 * (x - KT) < n; };
-    constexpr int TOGETHER = 4; // tiles without a branch between them
+    constexpr int TOGETHER = 4; // tiles whose rows are in registers at a time
 #pragma unroll(XT > 4 || STATE32 ? 1 : 2)
     for (int k = 0; k < DK / 32; ++k) {
 #if STATE32
@@ -554,7 +827,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             u32 right[count.value][4];
 #pragma unroll
             for (int x = 0; x < count.value; ++x)
-                load4(right[x], base + AT_X + x_at(memory_row(8 * (x0.value + x)) + lane % 8, 4 * k + lane / 8));
+                load4(right[x], base + AT_X + x_at(memory_row(8 * (x0.value + x) + lane % 8), 4 * k + lane / 8));
 #pragma unroll
             for (int step = 0; step < (STATE32 ? 4 : 2); ++step)
 #pragma unroll
@@ -570,19 +843,17 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
 #endif
                     }
         };
-        if constexpr (XT <= TOGETHER) multiply(Constant<0>(), Constant<XT>());
-        else groups<0, KT, TOGETHER>(in_use, multiply), groups<KT, XT, TOGETHER>(in_use, multiply);
+        groups<0, XT, TOGETHER>(multiply);
     }
 
-    // 6. Right sides, then forward substitution by blocks.
+    // 7. Right sides; what the state and they give to outputs.
 #pragma unroll
     for (int x = 0; x < KT; ++x) {
-        if (!in_use(x)) continue;
         u32 v[2 * MT];
-        const u32 from = base + AT_V + v_at(8 * x + lane % 8, v0 / 8 + lane / 8 % (2 * MT));
-        load_transposed(v, from);
-        const float4 even = key_rows[8 * x + 2 * q], odd = key_rows[8 * x + 2 * q + 1];
-        const bool has_even = 8 * x + 2 * q < joint, has_odd = 8 * x + 2 * q + 1 < joint;
+        load_transposed(v, base + AT_V + v_at(joint_row(8 * x + lane % 8), v0 / 8 + lane / 8 % (2 * MT)));
+        const int j = 8 * x + 2 * q;
+        const float4 even = key_rows[j], odd = key_rows[j + 1];
+        const bool has_even = j >= lo && j < hi, has_odd = j + 1 >= lo && j + 1 < hi;
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -592,7 +863,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 e[1] = has_odd ? odd.x * (high(v[2 * m + half]) - odd.y * e[1]) : 0.0f;
             }
     }
-    __syncthreads(); // inverses are there; queries and values are used up
+    __syncthreads(); // A (I + L)^-1 is there; queries and values are used up
     constexpr int LANES = Gated::LANES, EACH = Gated::EACH, PARTS = Gated::PARTS;
     const int first_row = warp * (32 / LANES) + lane / LANES;
     if (NORM && QT > 1) gated.load_weight(p, lane), gated.load(first_row, T, lane);
@@ -605,41 +876,41 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             tile[m][x][0] *= even, tile[m][x][1] *= odd, tile[m][x][2] *= even, tile[m][x][3] *= odd;
         }
     }
-    const auto solve = [&](auto x_, auto) {
-        constexpr int x = x_.value;
-        Left w[MT];
-        {
-            const Right inverse(M + 8 * x * (MS + 1), g, q);
 #pragma unroll
-            for (int m = 0; m < MT; ++m) {
-                const Left right_side(tile[m][x]);
-                float solved[4] = {}, rest[4] = {};
-                product32(solved, right_side.big, inverse.big[0], inverse.big[1]);
-                product32(rest, right_side.small, inverse.big[0], inverse.big[1]);
-                product32(rest, right_side.big, inverse.small[0], inverse.small[1]);
+    for (int x = 0; T && x < KT; x += 2) {
+        constexpr int LAST = KT - 1;
+        u32 big[MT][4] = {}, small[MT][4] = {};
 #pragma unroll
-                for (int e = 0; e < 4; ++e) tile[m][x][e] = solved[e] + rest[e];
-                w[m] = Left(tile[m][x]);
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                if (x + e / 2 > LAST) continue;
+                const float* const pair = tile[m][at_most(x + e / 2, LAST)] + e % 2 * 2;
+                halve(pair[0], pair[1], big[m][e], small[m][e]);
             }
-        }
-        const auto subtract = [&](auto y0, auto count) {
+        const auto take = [&](auto y0, auto count) {
+            u32 right[count.value][4];
 #pragma unroll
-            for (int y = y0.value; y < y0.value + count.value; ++y) {
-                const Right square(y < KT ? M + 8 * y * MS + 8 * x : A + 8 * (y - KT) * MS + 8 * x, g, q);
+            for (int y = 0; y < count.value; ++y)
+                load4(right[y], base + AT_A + (8 * (y0.value + y - KT) + lane % 8) * (MS * 4)
+                                    + (x + lane / 8 % 2) * 32 + lane / 16 * 16);
 #pragma unroll
-                for (int m = 0; m < MT; ++m) product32(tile[m][y], w[m].small, square.big[0], square.big[1]);
+            for (int term = 0; term < 3; ++term)
 #pragma unroll
-                for (int m = 0; m < MT; ++m) product32(tile[m][y], w[m].big, square.small[0], square.small[1]);
+                for (int y = 0; y < count.value; ++y)
 #pragma unroll
-                for (int m = 0; m < MT; ++m) product32(tile[m][y], w[m].big, square.big[0], square.big[1]);
-            }
+                    for (int m = 0; m < MT; ++m) {
+                        float(&o)[4] = tile[m][y0.value + y];
+                        const u32(&r)[4] = right[y];
+                        const u32(&l)[4] = term == 0 ? small[m] : big[m];
+                        if (x < LAST) product_halves(o, l, r[term == 1 ? 2 : 0], r[term == 1 ? 3 : 1]);
+                        else product_halves(o, l, r[term == 1 ? 2 : 0]);
+                    }
         };
-        if constexpr (XT <= TOGETHER) subtract(Constant<x + 1>(), Constant<XT - x - 1>());
-        else groups<x + 1, KT, TOGETHER>(in_use, subtract), groups<KT, XT, TOGETHER>(in_use, subtract);
-    };
-    groups<0, KT, 1>(in_use, solve);
+        groups<KT, XT, TOGETHER>(take);
+    }
 
-    // 7. Outputs, turned over in shared memory; a warp normalises and writes whole rows.
+    // 8. Outputs, turned over in shared memory; a warp normalises and writes whole rows.
     float* const turned = reinterpret_cast<float*>(shared + AT_OUT);
 #pragma unroll
     for (int x = KT; x < XT; ++x)
@@ -673,8 +944,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
 #pragma unroll
                 for (int e = 0; e < EACH; e += 2) {
                     const u32 pair = gated.z[part][e / 2];
-                    const float z0 = low(pair), z1 = high(pair);
-                    const float gate0 = __fdividef(z0, 1.0f + __expf(-z0)), gate1 = __fdividef(z1, 1.0f + __expf(-z1));
+                    const float gate0 = silu(low(pair)), gate1 = silu(high(pair)); // not within a condition: no branches
                     o[part][e] = r < n ? o[part][e] * scale * gated.weight[part][e] * gate0 : 0.0f;
                     o[part][e + 1] = r < n ? o[part][e + 1] * scale * gated.weight[part][e + 1] * gate1 : 0.0f;
                 }
@@ -688,26 +958,51 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
 #pragma unroll
                 for (int e = 0; e < EACH; e += 2) pairs[e / 2] = pack(o[part][e], o[part][e + 1]);
                 if constexpr (EACH == 2) *to = pairs[0];
-                else if constexpr (EACH == 4) *reinterpret_cast<uint2*>(to) = make_uint2(pairs[0], pairs[1]);
-                else *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+                else *reinterpret_cast<uint2*>(to) = make_uint2(pairs[0], pairs[1]);
             }
     }
 
-    // 8. Fold.
-    if (own == 0 || !(p.fold_always || own + longest > p.capacity)) return;
-    const float2 last = c[P - 1];
-    const float decay = expf(last.x + last.y);
-    const auto until_last = [&](int j) { return j < P ? expf((last.x - c[j].x) + (last.y - c[j].y)) : 0.0f; };
-#pragma unroll
-    for (int x = 0; x < KT; ++x) {
+    // 9. Fold, where it is due: solved pending rows, by forward substitution, then their outer products.
+    if (!folds) return;
+    const auto solve = [&](auto x_, auto) {
+        constexpr int x = x_.value;
+        if (8 * x + 8 <= lo) return;
         const int j = 8 * x + 2 * q;
+        const float* const square = M + 8 * x * (MS + 1);
+        const Right inverse(g > 2 * q ? square[2 * q * MS + g] : g == 2 * q,
+                            g > 2 * q + 1 ? square[(2 * q + 1) * MS + g] : g == 2 * q + 1);
+        Left w[MT];
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+            set_product(tile[m][x], Left(tile[m][x]), inverse);
+            w[m] = Left(tile[m][x]);
+        }
+        const auto subtract = [&](auto y, auto) {
+            const int i = 8 * y.value + g;
+            const float2 pair = *reinterpret_cast<const float2*>(M + i * MS + j);
+            const Right block(i < W0 && j >= lo ? pair.x : 0.0f, i < W0 && j + 1 >= lo ? pair.y : 0.0f);
+#pragma unroll
+            for (int m = 0; m < MT; ++m) add_product(tile[m][y.value], w[m], block);
+        };
+        groups<x + 1, PT, 1>(subtract);
+    };
+    groups<0, PT, 1>(solve);
+    const float2 last = c[W0 - 1];
+    const float decay = expf(last.x + last.y);
+    const auto until_last = [&](int j) { return expf((last.x - c[j].x) + (last.y - c[j].y)); };
+#pragma unroll
+    for (int x = 0; x < PT; ++x) {
+        const int j = 8 * x + 2 * q;
+        const bool has_even = j >= lo && j < W0, has_odd = j + 1 >= lo && j + 1 < W0;
         const float even = until_last(j), odd = until_last(j + 1);
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
-            tile[m][x][0] *= even, tile[m][x][1] *= odd, tile[m][x][2] *= even, tile[m][x][3] *= odd;
+            float(&e)[4] = tile[m][x];
+            e[0] = has_even ? e[0] * even : 0.0f, e[1] = has_odd ? e[1] * odd : 0.0f;
+            e[2] = has_even ? e[2] * even : 0.0f, e[3] = has_odd ? e[3] * odd : 0.0f;
         }
     }
-#pragma unroll 2
+#pragma unroll 1
     for (int k = 0; k < DK / 32; ++k) {
         float sum[MT][4][4]; // four tiles of 8 columns
 #pragma unroll
@@ -727,11 +1022,12 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
 #endif
                 }
 #pragma unroll
-        for (int x = 0; x < KT; ++x) {
-            if (8 * x >= P) continue;
+        for (int x = 0; x < PT; ++x) {
+            if (8 * x + 8 <= lo) continue;
             u32 right[4];
-            load_transposed(right, base + AT_X + x_at(8 * x + lane % 8, 4 * k + lane / 8));
-            const bool has_even = 8 * x + 2 * q < P, has_odd = 8 * x + 2 * q + 1 < P;
+            load_transposed(right, base + AT_X + x_at(joint_row(8 * x + lane % 8), 4 * k + lane / 8));
+            const int j = 8 * x + 2 * q;
+            const bool has_even = j >= lo && j < W0, has_odd = j + 1 >= lo && j + 1 < W0;
 #pragma unroll
             for (int m = 0; m < MT; ++m) {
                 const Left w(tile[m][x]);

@@ -37,10 +37,10 @@ Bytes that must move per request, with a state of s bytes an element and inputs 
   32 + 4.6 + 0.5 + 1 KiB: the state rules, which is why it is written only in a fold;
 - `commit`, per layer: (width - 1) 2 C in and out, and nothing else for a chain.
 
-What each product uses is said at `tile.dot`, the order of the work at the head of every kernel's module. `convolve` and
-`commit` also serve `treewy.ops.cuda`; the verify kernel here is the one for every device, dtype and size.
+What each product uses is said at `tile.dot`, the order of the work at the head of every kernel's module. `commit` also
+serves `treewy.ops.cuda`; the others here are those for every device, dtype and size.
 """
 
-from treewy.ops.triton.launch import Cut, commit, convolve, fold, verify_mixed
+from treewy.ops.triton.launch import Cut, commit, convolve, fold, outputs, verify, verify_mixed
 
-__all__ = ["Cut", "commit", "convolve", "fold", "verify_mixed"]
+__all__ = ["Cut", "commit", "convolve", "fold", "outputs", "verify", "verify_mixed"]

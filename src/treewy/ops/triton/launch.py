@@ -38,6 +38,23 @@ def cut(dims: GDNDims, rows: int, capacity: int, state_dtype: torch.dtype) -> Cu
     return Cut(block_t, block_p, block_k, warps)
 
 
+def verify(
+    state: LayerState,
+    window: DeviceWindow,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    params: GDNParams,
+    *,
+    fold_always: bool,
+    norm: GatedNorm | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The convolution, then `verify_mixed`. Arguments, result and errors as `treewy.ops.verify`."""
+    queries = convolve(state, window, x, params)
+    return verify_mixed(state, window, queries, a, b, params, fold_always=fold_always, norm=norm, out=out)
+
+
 def convolve(state: LayerState, window: DeviceWindow, x: Tensor, params: GDNParams) -> Tensor:
     """The tree convolution alone: keys and values go into the ring, inputs into the stash.
 
@@ -75,6 +92,7 @@ def verify_mixed(
     *,
     fold_always: bool,
     norm: GatedNorm | None = None,
+    out: Tensor | None = None,
     shape: Cut | None = None,
 ) -> Tensor:
     """All that follows the convolution, in one launch.
@@ -87,7 +105,7 @@ def verify_mixed(
     _check_inputs("a", a, window, dims.num_v_heads)
     _check_inputs("b", b, window, dims.num_v_heads)
     _check_layer(state, window, params, queries)
-    out = queries.new_empty(window.batch, window.rows, dims.num_v_heads, dims.head_v_dim)
+    out = outputs(out, queries, window, dims)
     z = out
     if norm is not None:
         z = norm.z
@@ -105,6 +123,19 @@ def verify_mixed(
         DK=dims.head_k_dim, DV=dims.head_v_dim, BLOCK_T=shape.block_t, BLOCK_P=shape.block_p, BLOCK_K=shape.block_k,
         FOLD_ALWAYS=fold_always, NORM=norm is not None, num_warps=shape.warps, maxnreg=shape.registers,
     )  # fmt: skip
+    return out
+
+
+def outputs(out: Tensor | None, like: Tensor, window: DeviceWindow, dims: GDNDims) -> Tensor:
+    """A tensor for the outputs of a window in the dtype of `like`: the one that is given, if it fits."""
+    shape = (window.batch, window.rows, dims.num_v_heads, dims.head_v_dim)
+    if out is None:
+        return like.new_empty(shape)
+    if out.shape != shape or out.dtype != like.dtype or not out.is_contiguous() or out.data_ptr() % 16:
+        raise ValueError(
+            f"out is {tuple(out.shape)} of {out.dtype} with strides {out.stride()} at address {out.data_ptr()}; this "
+            f"plan takes {shape} of {like.dtype}, contiguous, at a multiple of 16"
+        )
     return out
 
 
