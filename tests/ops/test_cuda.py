@@ -251,10 +251,10 @@ def test_what_users_meet_compiles_and_fits(case, launches):
         round_.run(round_.state, fold_always=False)
         if case.rows <= launch.FUSED_ROWS:
             round_.run_whole(round_.state, fold_always=False)
-        assert {grid for *_, grid in launches} == {(4, 5)}
+        assert {grid for *_, grid in launches} == {(2, 2, 5)}
     else:
         launch.fold(new_layer(case, 2, 2), torch.tensor([0, 1]), torch.tensor([0, 1]))
-        assert [grid for *_, grid in launches] == [(4, 2)]
+        assert [grid for *_, grid in launches] == [(2, 2, 2)]
     said = support._shared_bytes(case.dims, case.state, case.rows, case.rows + case.capacity)
     assert said <= OF_A_BLOCK
     for name, defines, _ in launches:

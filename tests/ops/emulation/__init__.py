@@ -61,7 +61,7 @@ def kernel(name: str, defines: tuple[tuple[str, int], ...], device: int, *, seed
     assert name == "verify"
     run = _compiled(defines)
 
-    def launch(grid: tuple[int, int], arguments: int, states: int) -> None:
+    def launch(grid: tuple[int, int, int], arguments: int, states: int) -> None:
         what = ctypes.create_string_buffer(400)
         failed = run(ctypes.c_void_p(arguments), ctypes.c_void_p(states), *grid, ctypes.c_uint64(seed), what, len(what))
         assert not failed, f"{what.value.decode()}; {dict(defines)}, seed {seed}"

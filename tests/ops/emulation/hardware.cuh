@@ -46,6 +46,10 @@ inline int min(int x, int y) { return x < y ? x : y; }
 inline int max(int x, int y) { return x > y ? x : y; }
 inline u32 __float_as_uint(float x) { u32 bits; memcpy(&bits, &x, 4); return bits; }
 inline float __uint_as_float(u32 bits) { float x; memcpy(&x, &bits, 4); return x; }
+inline int __clz(u32 bits) { return bits ? __builtin_clz(bits) : 32; }
+inline int __clzll(u64 bits) { return bits ? __builtin_clzll(bits) : 64; }
+inline int __ffs(u32 bits) { return __builtin_ffs(bits); }
+inline int __ffsll(u64 bits) { return __builtin_ffsll(bits); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float __expf(float x) { return expf(x); }
 inline float silu(float x) { return x / (1.0f + expf(-x)); }
@@ -79,7 +83,7 @@ struct Thread {
     int groups; // closed
 };
 
-struct Index { unsigned x, y; };
+struct Index { unsigned x, y, z; };
 
 inline std::vector<Thread> threads;
 inline int running;
@@ -171,7 +175,7 @@ template <class Kernel> void run_block(const Kernel& kernel, int count) {
     while (mistake.empty()) {
         running = choose(ahead);
         if (running < 0) break;
-        thread = {(unsigned)running, 0};
+        thread = {(unsigned)running, 0, 0};
         Thread& one = threads[running];
         if (_setjmp(scheduler)) continue;
         if (one.begun) _longjmp(one.at, 1);

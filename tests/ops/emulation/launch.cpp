@@ -6,19 +6,19 @@
 
 #include "verify.cu"
 
-extern "C" int launch(const Arguments* arguments, const TensorMap* map, int x, int y, u64 seed, char* what, int room) {
+extern "C" int launch(const Arguments* arguments, const TensorMap* map, int x, int y, int z, u64 seed, char* what, int room) {
     machine::seed = seed * 0x9e3779b97f4a7c15ull | 1;
     machine::mistake.clear();
     machine::limit = SHARED;
-    machine::grid = {(unsigned)x, (unsigned)y};
-    std::vector<int> blocks(x * y);
+    machine::grid = {(unsigned)x, (unsigned)y, (unsigned)z};
+    std::vector<int> blocks(x * y * z);
     std::iota(blocks.begin(), blocks.end(), 0);
-    for (int left = x * y; left > 1; --left) std::swap(blocks[left - 1], blocks[machine::random(left)]);
+    for (int left = x * y * z; left > 1; --left) std::swap(blocks[left - 1], blocks[machine::random(left)]);
     for (int block : blocks) {
-        machine::block = {(unsigned)(block % x), (unsigned)(block / x)};
+        machine::block = {(unsigned)(block % x), (unsigned)(block / x % y), (unsigned)(block / x / y)};
         machine::run_block([&] { verify(*arguments, *map); }, THREADS);
         if (machine::mistake.empty()) continue;
-        snprintf(what, room, "block %d, %d: %s", block % x, block / x, machine::mistake.c_str());
+        snprintf(what, room, "block %d, %d, %d: %s", block % x, block / x % y, block / x / y, machine::mistake.c_str());
         return 1;
     }
     return 0;

@@ -22,7 +22,7 @@ class Kernel:
     threads: int
     shared_bytes: int
 
-    def __call__(self, grid: tuple[int, int], *parameters: int) -> None:
+    def __call__(self, grid: tuple[int, int, int], *parameters: int) -> None:
         """Launches on the current stream of the current device.
 
         It may begin while the launch before it in the stream ends; the kernel itself waits before it reads anything.
@@ -36,7 +36,7 @@ class Kernel:
         early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         early.value.programmaticStreamSerializationAllowed = 1
         launch = driver.CUlaunchConfig()
-        launch.gridDimX, launch.gridDimY, launch.gridDimZ = *grid, 1
+        launch.gridDimX, launch.gridDimY, launch.gridDimZ = grid
         launch.blockDimX, launch.blockDimY, launch.blockDimZ = self.threads, 1, 1
         launch.sharedMemBytes, launch.hStream = self.shared_bytes, torch.cuda.current_stream().cuda_stream
         launch.attrs, launch.numAttrs = [early], 1

@@ -254,7 +254,7 @@ def _launch(
     with torch.cuda.device(pool.device):
         states = tensor_map(pool.data_ptr(), pool.dtype, *pool.shape, slot * pool.itemsize)
         run = kernel("verify", tuple(defines.items()), pool.device.index)
-        run((heads, batch), ctypes.addressof(arguments), states.getPtr())
+        run((heads // arguments.H, arguments.H, batch), ctypes.addressof(arguments), states.getPtr())
 
 
 def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, state: LayerState) -> None:

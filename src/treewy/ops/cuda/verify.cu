@@ -196,6 +196,16 @@ template <int FIRST, int LAST, int SIZE, class Body> D void groups(const Body& b
     }
 }
 
+// body(i) for i from LAST - 1 down to 0.
+template <int LAST, class Body> D void before(const Body& body) {
+    if constexpr (LAST > 0) body(Constant<LAST - 1>()), before<LAST - 1>(body);
+}
+
+D int highest(u32 bits) { return 31 - __clz(bits); }
+D int highest(u64 bits) { return 63 - __clzll(bits); }
+D int lowest(u32 bits) { return __ffs(bits) - 1; }
+D int lowest(u64 bits) { return __ffsll(bits) - 1; }
+
 // The gated norm of rows of outputs: LANES lanes a row, each with PARTS times EACH adjacent elements.
 struct Gated {
     static constexpr int LANES = QT == 1 ? 32 : 8;
@@ -268,26 +278,29 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     constexpr int WARP_ROWS = DV / WARPS;
     const int v0 = warp * WARP_ROWS;
 
-    const int head = blockIdx.x, group = p.HV / p.H, key_head = head / group;
-    const i64 batch = blockIdx.y;
+    const int key_head = blockIdx.y, head = key_head * gridDim.x + blockIdx.x;
+    const i64 batch = blockIdx.z;
     const int channels = 2 * p.H * DK + p.HV * DV;
 
     // 1. Ask for everything, each thing as soon as its address is known; first for what others wait for. A thread of the
     // convolution has four channels, whose inputs only it reads.
     if (tid == 0) open(state_there);
-    if (CONV) // parameters into the L2, which sees what a launch before this one may still write
-        for (int line = tid; line < CONV * (CHANNELS / 32); line += THREADS)
-            prefetch(p.taps + line / (CHANNELS / 32) * channels
-                     + Piece<32>(line % (CHANNELS / 32)).channel(p, head, key_head));
+    constexpr int PIECES = CONV ? CHANNELS / 4 : 0, EACH_THREAD = (PIECES + THREADS - 1) / THREADS;
+    constexpr int MET = at_least(1, KEPT);
+    float4 taps[at_least(1, EACH_THREAD)][MET + 1];
+    int codes[at_least(1, T)][MET];
+    // Parameters go into the L2, which sees what a launch before this one may still write.
+#pragma unroll
+    for (int j = 0; j < EACH_THREAD; ++j)
+        if (const int index = tid + j * THREADS; index < PIECES)
+#pragma unroll
+            for (int step = 0; step < CONV; ++step)
+                prefetch(p.taps + step * channels + Piece<4>(index).channel(p, head, key_head));
     after_launch_before();
     const int slot = (int)p.slots[batch];
     const i64 request = p.requests[batch];
     const int n = T ? p.rows[batch] : 0;
     const int2 looked_up = T && !CONV ? p.places[batch] : make_int2(0, 0);
-    constexpr int PIECES = CONV ? CHANNELS / 4 : 0, EACH_THREAD = (PIECES + THREADS - 1) / THREADS;
-    constexpr int MET = at_least(1, KEPT);
-    float4 taps[at_least(1, EACH_THREAD)][MET + 1];
-    int codes[at_least(1, T)][MET];
 #pragma unroll
     for (int j = 0; j < EACH_THREAD; ++j) {
         const int index = tid + j * THREADS;
@@ -334,10 +347,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     }
     close_group();
     Gated gated(p, batch, head, warp, lane);
-    const auto place = [&](int i) { // of joint row i in the ring
-        const int at = end + i - W0;
-        return at < 0 ? at + p.ring : at >= p.ring ? at - p.ring : at;
-    };
+    const auto pending_place = [&](int i) { return end + i - W0 + (end + i < W0 ? p.ring : 0); }; // of joint row i in the ring
+    const auto tree_place = [&](int r) { return end + r - (end + r >= p.ring ? p.ring : 0); };
     const int key_row = p.H * DK, value_row = p.HV * DV;
     const i64 ring_rows = request * p.ring;
     u16* const keys = p.keys + ring_rows * key_row + key_head * DK;
@@ -353,7 +364,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             for (int r = tid / X_CHUNKS; r < T; r += THREADS / X_CHUNKS)
                 copy<16>(base + AT_X + x_at(ROWS + r, tid % X_CHUNKS),
                          p.queries + ((batch * T + r) * p.H + key_head) * DK + tid % X_CHUNKS * 8);
-        for (int i = from + tid; i < W0; i += THREADS) copy<8>(base + AT_GATES + i * 8, ring_gates + place(i) * p.HV);
+        for (int i = from + tid; i < W0; i += THREADS) copy<8>(base + AT_GATES + i * 8, ring_gates + pending_place(i) * p.HV);
 #pragma unroll
         for (int i0 = 0; i0 < KR; i0 += THREADS / X_CHUNKS) {
             const int i = from + i0 + tid / X_CHUNKS;
@@ -362,14 +373,14 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                     *reinterpret_cast<uint4*>(shared + AT_X + x_at(i - SHIFT, tid % X_CHUNKS)) = make_uint4(0, 0, 0, 0);
                 continue;
             }
-            const int at = place(i);
+            const int at = i < W0 ? pending_place(i) : tree_place(i - W0);
             copy<16>(base + AT_X + x_at(i - SHIFT, tid % X_CHUNKS), keys + at * key_row + tid % X_CHUNKS * 8);
             if (X_CHUNKS == V_CHUNKS)
                 copy<16>(base + AT_V + v_at(i - SHIFT, tid % V_CHUNKS), values + at * value_row + tid % V_CHUNKS * 8);
         }
         if (X_CHUNKS != V_CHUNKS)
             for (int i = from + tid / V_CHUNKS; i < to; i += THREADS / V_CHUNKS)
-                copy<16>(base + AT_V + v_at(i - SHIFT, tid % V_CHUNKS), values + place(i) * value_row + tid % V_CHUNKS * 8);
+                copy<16>(base + AT_V + v_at(i - SHIFT, tid % V_CHUNKS), values + (i < W0 ? pending_place(i) : tree_place(i - W0)) * value_row + tid % V_CHUNKS * 8);
     }
     close_group();
     if (tid == 0) State::read(base + AT_S, state, head, slot, state_there);
@@ -378,7 +389,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         const float log_decay = neg_A * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
         const float2 both = make_float2(log_decay < -1e3f ? -1e3f : log_decay, p.beta_scale / (1.0f + expf(-gate_b)));
         gates[W0 + gate_row] = both;
-        ring_gates[place(W0 + gate_row) * p.HV] = both;
+        ring_gates[tree_place(gate_row) * p.HV] = both;
     }
     if (CONV && head == 0 && tid == 0) p.window_rows[request] = n;
 
@@ -390,7 +401,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         if (index >= PIECES) break;
         const Piece<4> piece(index);
         const int channel = piece.channel(p, head, key_head);
-        const bool ours = piece.part == 2 || head == key_head * group; // the first value head keeps its group's keys and inputs
+        const bool ours = piece.part == 2 || blockIdx.x == 0; // the first value head keeps its group's keys and inputs
         u16* const ring = (piece.part == 2 ? values : keys) + piece.offset;
         const int ring_row = piece.part == 2 ? value_row : key_row;
         u16* const stash = p.window_inputs + request * p.max_rows * channels + channel;
@@ -418,7 +429,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             *reinterpret_cast<uint2*>(shared + piece.at(r)) = made[r];
             if (r >= n) continue;
             if (!ours) continue;
-            if (piece.part) *reinterpret_cast<uint2*>(ring + place(W0 + r) * ring_row) = made[r];
+            if (piece.part) *reinterpret_cast<uint2*>(ring + tree_place(r) * ring_row) = made[r];
             *reinterpret_cast<uint2*>(stash + r * channels) = input[r];
         }
         if (index < 2 * DK / 4) {
@@ -548,16 +559,16 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     // 5. Inverses of the diagonal blocks of I + L, transposed above the diagonal, which is one. A column a thread. For a fold
     // those of pending rows; of all rows for the second way below.
     constexpr int PT = (W0 + 7) / 8; // tiles that may hold pending rows
-    constexpr bool BY_THREADS = KT <= 4;
+    const bool by_tiles = T && (W0 > 32 || KT > 4 && longest > 16);
     if (const int last = THREADS - 1 - tid, x = last / 8, column = last % 8;
-        (BY_THREADS ? folds && x < PT : x < KT) && keys_in_use(x, x + 1)) {
+        (by_tiles ? x < KT : folds && x < PT) && keys_in_use(x, x + 1)) {
         float* const square = M + 8 * x * (MS + 1);
         float solved[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int first = lo - 8 * x, r = 8 * x + i - W0;
             u32 above = first < 8 ? 0xffu << at_least(first, 0) : 0; // bit j: column 8 x + j is related, if it is above
-            if (!BY_THREADS && 8 * x + 8 > W0 && r >= 0) {
+            if (T && r >= 0) {
                 const Mask path = r < n ? (Mask)masks[r] : 0;
                 above &= (8 * x < W0 ? (1u << at_most(8, at_least(W0 - 8 * x, 0))) - 1 : 0)
                          | (u32)(8 * x < W0 ? path << at_most(8, at_least(W0 - 8 * x, 0)) : path >> at_least(8 * x - W0, 0));
@@ -569,8 +580,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         }
     }
     // A (I + L)^-1, from the last column of a row's path to its first; then in halves in its place, the large ones of a tile
-    // before its small ones. A row a thread, where rows are short; else 16 rows a warp.
-    if constexpr (T && !BY_THREADS) {
+    // before its small ones. A thread a row along its path; 16 rows a warp, where paths or histories are long.
+    if (by_tiles) {
         __syncthreads();
         if (16 * warp < n) {
             const int row[2] = {16 * warp + g, 16 * warp + g + 8};
@@ -615,35 +626,52 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         }
     } else if (tid < n) {
         const Mask path = (Mask)masks[tid];
-        const auto on_path = [&](int j) { return j < W0 ? j >= lo : (bool)(path >> at_least(j - W0, 0) & 1); };
         float* const row = A + tid * MS;
-        float b[KR];
+        constexpr int W4 = at_most(32, W0 + 3) / 4 * 4;
+        float b[at_least(4, W4)]; // of pending rows
 #pragma unroll
-        for (int j = 0; j < KR; j += 4) {
+        for (int j = 0; j < W4; j += 4) {
             const float4 four = *reinterpret_cast<const float4*>(row + j);
             b[j] = four.x, b[j + 1] = four.y, b[j + 2] = four.z, b[j + 3] = four.w;
         }
+        const auto spread = [&](int i, float solved, auto end) { // over the columns before `end`
+            const float* const from = M + i * MS;
 #pragma unroll
-        for (int x = KT - 1; x >= 0; --x) {
-            if (8 * x < hi) // no numbers stand after that
+            for (int j = 0; j < end.value; j += 4) {
+                const float4 four = *reinterpret_cast<const float4*>(from + j);
+                b[j] += solved * four.x;
+                if (j + 1 < end.value) b[j + 1] += solved * four.y;
+                if (j + 2 < end.value) b[j + 2] += solved * four.z;
+                if (j + 3 < end.value) b[j + 3] += solved * four.w;
+            }
+        };
+        for (Mask rest = path; rest;) {
+            const int r = highest(rest), i = W0 + r;
+            float solved = row[i];
+            for (Mask deeper = path & ~(((Mask)2 << r) - 1); deeper; deeper &= deeper - 1) {
+                const int k = W0 + lowest(deeper);
+                solved += row[k] * M[k * MS + i];
+            }
+            row[i] = solved;
+            spread(i, solved, Constant<at_most(32, W0)>());
+            rest ^= (Mask)1 << r;
+        }
+        before<at_most(32, W0)>([&](auto i) { spread(i.value, i.value >= lo ? b[i.value] : 0.0f, i); });
 #pragma unroll
-                for (int i = 8 * x + 7; i >= 8 * x; --i) {
-                    const float solved = on_path(i) ? b[i] : 0.0f;
+        for (int x = 0; x < KT; ++x) {
+            float e[8];
 #pragma unroll
-                    for (int j = 0; j < i; j += 4) {
-                        const float4 four = *reinterpret_cast<const float4*>(M + i * MS + j);
-                        const float L[4] = {four.x, four.y, four.z, four.w};
+            for (int k = 0; k < 8; k += 4) {
+                const float4 four = *reinterpret_cast<const float4*>(row + 8 * x + k);
+                e[k] = four.x, e[k + 1] = four.y, e[k + 2] = four.z, e[k + 3] = four.w;
+            }
 #pragma unroll
-                        for (int e = 0; e < 4; ++e)
-                            if (j + e < i) b[j + e] += solved * L[e];
-                    }
-                    b[i] = solved;
-                }
-            else
-#pragma unroll
-                for (int i = 8 * x; i < 8 * x + 8; ++i) b[i] = 0.0f;
+            for (int k = 0; k < 8; ++k) {
+                const int j = 8 * x + k;
+                if (j < at_most(32, W0)) e[k] = j >= lo ? b[at_most(j, W4 - 1)] : 0.0f;
+                else e[k] = path >> (j - W0) & 1 ? e[k] : 0.0f;
+            }
             uint4 big, small;
-            const float* const e = b + 8 * x;
             halve(e[0], e[1], big.x, small.x), halve(e[2], e[3], big.y, small.y);
             halve(e[4], e[5], big.z, small.z), halve(e[6], e[7], big.w, small.w);
             *reinterpret_cast<uint4*>(row + 8 * x) = big, *reinterpret_cast<uint4*>(row + 8 * x + 4) = small;
