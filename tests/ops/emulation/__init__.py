@@ -40,7 +40,10 @@ def _compiled(defines: tuple[tuple[str, int], ...]) -> Any:
         "-U_FORTIFY_SOURCE", f"-I{HERE}", f"-I{SOURCE}",
     ]  # fmt: skip
     command += [f"-D{name}={value}" for name, value in defines]
-    subprocess.run([*command, str(HERE / "launch.cpp"), "-o", str(library)], check=True)
+    try:
+        subprocess.run([*command, str(HERE / "launch.cpp"), "-o", str(library)], check=True)
+    except FileNotFoundError:
+        raise RuntimeError(f"no C++ compiler {command[0]!r}: install g++ or clang++, or name one in CXX") from None
     return ctypes.CDLL(str(library)).launch
 
 
