@@ -98,7 +98,8 @@ constexpr int AT_M = at_least(later(AT_V, ROWS * V_ROW), later(AT_OUT, T * OS * 
 constexpr int AT_A = later(AT_M, KR * MS * 4);
 constexpr int KEPT = at_least(0, CONV - 1), CHANNELS = 2 * DK + DV; // committed inputs; channels of a head
 constexpr int AT_COMMITTED = AT_M; // until the squares are made
-constexpr int AT_GATES = at_least(later(AT_A, T * MS * 4), later(AT_COMMITTED, KEPT * CHANNELS * 2)); // float2: log decay, beta
+// float2: log decay, beta
+constexpr int AT_GATES = at_least(later(AT_A, T * MS * 4), later(AT_COMMITTED, KEPT * CHANNELS * 2));
 constexpr int AT_C = later(AT_GATES, KR * 8);        // float2: c, in two parts
 constexpr int AT_KEYROWS = later(AT_C, KR * 8);      // float4: b, exp(c) kappa, -b kappa
 constexpr int AT_QROWS = later(AT_KEYROWS, KR * 16); // float2: rho', exp(c) rho'
@@ -197,8 +198,8 @@ template <int FIRST, int LAST, int SIZE, class Body> D void groups(const Body& b
 }
 
 // body(i) for i from LAST - 1 down to 0.
-template <int LAST, class Body> D void before(const Body& body) {
-    if constexpr (LAST > 0) body(Constant<LAST - 1>()), before<LAST - 1>(body);
+template <int LAST, class Body> D void descending(const Body& body) {
+    if constexpr (LAST > 0) body(Constant<LAST - 1>()), descending<LAST - 1>(body);
 }
 
 D int highest(u32 bits) { return 31 - __clz(bits); }
@@ -264,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap state) {
     extern __shared__ __align__(1024) char shared[];
     const u32 base = address(shared);
-    float* const M = reinterpret_cast<float*>(shared + AT_M); // -L below the diagonal blocks, (I + L)^-1 in them
+    float* const M = reinterpret_cast<float*>(shared + AT_M); // -L below the diagonal; above it, inverses of blocks
     float* const A = reinterpret_cast<float*>(shared + AT_A); // A, then A (I + L)^-1
     float2* const gates = reinterpret_cast<float2*>(shared + AT_GATES);
     float2* const c = reinterpret_cast<float2*>(shared + AT_C);
@@ -347,7 +348,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     }
     close_group();
     Gated gated(p, batch, head, warp, lane);
-    const auto pending_place = [&](int i) { return end + i - W0 + (end + i < W0 ? p.ring : 0); }; // of joint row i in the ring
+    // Places in the ring: of joint row i, which is pending; of row r of the tree.
+    const auto pending_place = [&](int i) { return end + i - W0 + (end + i < W0 ? p.ring : 0); };
     const auto tree_place = [&](int r) { return end + r - (end + r >= p.ring ? p.ring : 0); };
     const int key_row = p.H * DK, value_row = p.HV * DV;
     const i64 ring_rows = request * p.ring;
@@ -359,6 +361,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     {
         // The most pending rows of a head may be known before its own.
         const int from = T && !CONV ? W0 - looked_up.y : lo, to = CONV ? W0 : hi;
+        const auto place = [&](int i) { return i < W0 ? pending_place(i) : tree_place(i - W0); };
         constexpr int X_CHUNKS = DK / 8, V_CHUNKS = DV / 8;
         if (!CONV)
             for (int r = tid / X_CHUNKS; r < T; r += THREADS / X_CHUNKS)
@@ -373,14 +376,14 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                     *reinterpret_cast<uint4*>(shared + AT_X + x_at(i - SHIFT, tid % X_CHUNKS)) = make_uint4(0, 0, 0, 0);
                 continue;
             }
-            const int at = i < W0 ? pending_place(i) : tree_place(i - W0);
+            const int at = place(i);
             copy<16>(base + AT_X + x_at(i - SHIFT, tid % X_CHUNKS), keys + at * key_row + tid % X_CHUNKS * 8);
             if (X_CHUNKS == V_CHUNKS)
                 copy<16>(base + AT_V + v_at(i - SHIFT, tid % V_CHUNKS), values + at * value_row + tid % V_CHUNKS * 8);
         }
         if (X_CHUNKS != V_CHUNKS)
             for (int i = from + tid / V_CHUNKS; i < to; i += THREADS / V_CHUNKS)
-                copy<16>(base + AT_V + v_at(i - SHIFT, tid % V_CHUNKS), values + (i < W0 ? pending_place(i) : tree_place(i - W0)) * value_row + tid % V_CHUNKS * 8);
+                copy<16>(base + AT_V + v_at(i - SHIFT, tid % V_CHUNKS), values + place(i) * value_row + tid % V_CHUNKS * 8);
     }
     close_group();
     if (tid == 0) State::read(base + AT_S, state, head, slot, state_there);
@@ -427,8 +430,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
 #pragma unroll
         for (int r = 0; r < T; ++r) {
             *reinterpret_cast<uint2*>(shared + piece.at(r)) = made[r];
-            if (r >= n) continue;
-            if (!ours) continue;
+            if (r >= n || !ours) continue;
             if (piece.part) *reinterpret_cast<uint2*>(ring + tree_place(r) * ring_row) = made[r];
             *reinterpret_cast<uint2*>(stash + r * channels) = input[r];
         }
@@ -656,7 +658,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             spread(i, solved, Constant<at_most(32, W0)>());
             rest ^= (Mask)1 << r;
         }
-        before<at_most(32, W0)>([&](auto i) { spread(i.value, i.value >= lo ? b[i.value] : 0.0f, i); });
+        descending<at_most(32, W0)>([&](auto i) { spread(i.value, i.value >= lo ? b[i.value] : 0.0f, i); });
 #pragma unroll
         for (int x = 0; x < KT; ++x) {
             float e[8];
