@@ -23,7 +23,8 @@
 //   * No solve on the long side. Outputs need A w = (A (I + L)^-1) r, and the product of the two squares is made of keys
 //     and gates alone, on rows of at most 96 columns, in fp32 quality, while the state travels. Its product with r, which
 //     only outputs see, is of 16-bit halves, error 2^-16 of its terms. Solved rows w themselves are needed for a fold, of
-//     pending rows only: forward substitution by blocks of 8, TF32 with both operands split in two, error 2^-21 of the terms.
+//     pending rows only: forward substitution by blocks of 8, TF32 with both operands split in two, error 2^-21 of the terms,
+//     and an outer product with keys in which w has 24 or 22 bits.
 //   * Accumulators of one product are, register by register, the operand of the next.
 //
 // Joint rows are numbered so that the tree's begin at W0, whatever is pending: pending ones end there.
@@ -892,6 +893,25 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             e[2] = has_even ? e[2] * even : 0.0f, e[3] = has_odd ? e[3] * odd : 0.0f;
         }
     }
+    // Keys are multiplied as they are: beside bf16, w in three pieces of bf16, for two tiles of rows at a time; beside fp16,
+    // whose range w may leave, in two of TF32.
+#if BF16
+    u32 w[MT][(PT + 1) / 2][3][4];
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int x = 0; x < PT; ++x)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float left[2] = {tile[m][x][2 * half], tile[m][x][2 * half + 1]};
+#pragma unroll
+                for (int piece = 0; piece < 3; ++piece) {
+                    const u32 pair = pack_bf16(left[0], left[1]);
+                    w[m][x / 2][piece][x % 2 * 2 + half] = pair;
+                    left[0] -= low(pair), left[1] -= high(pair);
+                }
+            }
+#endif
 #pragma unroll 1
     for (int k = 0; k < DK / 32; ++k) {
         float sum[MT][4][4]; // four tiles of 8 columns
@@ -911,24 +931,40 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                     sum[m][part][2 * half] = decay * low(pair), sum[m][part][2 * half + 1] = decay * high(pair);
 #endif
                 }
-#pragma unroll
-        for (int x = 0; x < PT; ++x) {
-            if (8 * x + 8 <= lo) continue;
-            u32 right[4];
-            load_transposed(right, base + AT_X + x_at(joint_row(8 * x + lane % 8), 4 * k + lane / 8));
+        const auto keys_of = [&](u32 (&pairs)[4], int x) {
+            load_transposed(pairs, base + AT_X + x_at(joint_row(8 * x + lane % 8), 4 * k + lane / 8));
             const int j = 8 * x + 2 * q;
-            const bool has_even = j >= lo && j < W0, has_odd = j + 1 >= lo && j + 1 < W0;
+            const u32 there = (j >= lo && j < W0 ? 0xffffu : 0) | (j + 1 >= lo && j + 1 < W0 ? 0xffff0000u : 0);
+#pragma unroll
+            for (int part = 0; part < 4; ++part) pairs[part] &= there;
+        };
+#pragma unroll
+        for (int x = 0; x < PT; x += BF16 ? 2 : 1) {
+            if (8 * x + (BF16 ? 16 : 8) <= lo) continue;
+            u32 pairs[4], next[4];
+            keys_of(pairs, x);
+#if BF16
+            if (x + 1 < PT) keys_of(next, x + 1);
+#pragma unroll
+            for (int piece = 2; piece >= 0; --piece)
+#pragma unroll
+                for (int part = 0; part < 4; ++part)
+#pragma unroll
+                    for (int m = 0; m < MT; ++m)
+                        if (x + 1 < PT) product_halves(sum[m][part], w[m][x / 2][piece], pairs[part], next[part]);
+                        else product_halves(sum[m][part], w[m][x / 2][piece], pairs[part]);
+#else
 #pragma unroll
             for (int m = 0; m < MT; ++m) {
                 const Left w(tile[m][x]);
 #pragma unroll
                 for (int part = 0; part < 4; ++part) {
-                    const u32 r0 = has_even ? __float_as_uint(low(right[part])) : 0;
-                    const u32 r1 = has_odd ? __float_as_uint(high(right[part])) : 0;
+                    const u32 r0 = __float_as_uint(low(pairs[part])), r1 = __float_as_uint(high(pairs[part]));
                     product32(sum[m][part], w.small, r0, r1);
                     product32(sum[m][part], w.big, r0, r1);
                 }
             }
+#endif
         }
 #pragma unroll
         for (int m = 0; m < MT; ++m)
