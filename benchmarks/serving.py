@@ -199,9 +199,8 @@ async def measure(arm: str, gmu: float, concurrencies: list[int], model: str, ex
     settings = engine_settings(arm, gmu, model, extra)
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings), stat_loggers=[logger])
     held = state_bytes(engine.vllm_config, arm)
-    most = max(concurrencies)
     try:
-        for concurrency in dict.fromkeys((most, 1)):
+        for concurrency in (min(64, max(concurrencies)), 1):
             await closed_loop(engine, "warm", concurrency, concurrency, 8)
         for concurrency in concurrencies:
             observer.reset()
