@@ -34,8 +34,11 @@ class Rows(NamedTuple):
     """[n] their places in the batch, on the host."""
     where: slice | Tensor
     """The same as an index on the device: a slice where they follow each other."""
-    chosen: Tensor | None
-    """[n] the same as a tensor there; None where they are the first of the batch."""
+
+    @property
+    def leading(self) -> bool:
+        """Whether they are the first of the batch."""
+        return isinstance(self.where, slice) and self.where.start == 0
 
 
 @dataclass
@@ -189,13 +192,11 @@ class TreeWYMetadataBuilder(GDNAttentionMetadataBuilder):  # type: ignore[misc]
         return table[:, 0]
 
     def _rows(self, mask: Mask) -> Rows:
-        """Those in a mask; nothing is copied to the device where they are the first of the batch."""
+        """Those in a mask; nothing is copied to the device where they follow each other."""
         places = np.flatnonzero(mask)
-        first, last, count = int(places[0]), int(places[-1]), len(places)
-        chosen = async_tensor_h2d(places, device=self.device) if last >= count else None
-        where = slice(first, last + 1) if last - first + 1 == count else chosen
-        assert where is not None
-        return Rows(places, where, chosen)
+        first, end = int(places[0]), int(places[-1]) + 1
+        together = end - first == len(places)
+        return Rows(places, slice(first, end) if together else async_tensor_h2d(places, device=self.device))
 
     def _prompts(self, rows: Rows, lengths: Places, common: Any) -> Prompts:
         is_prompt = np.zeros_like(lengths, dtype=bool)
@@ -230,7 +231,7 @@ class TreeWYMetadataBuilder(GDNAttentionMetadataBuilder):  # type: ignore[misc]
         mine = lengths[rows.places]
         most = max(int(mine.max()), 1)
         tokens = places = owners = None
-        if rows.chosen is not None or not (mine[mine > 0] == most).all():
+        if not rows.leading or not (mine[mine > 0] == most).all():
             row = np.arange(most)
             real = row < mine[:, None]
             of_row = common.query_start_loc_cpu.numpy()[rows.places][:, None].astype(np.int64) + row
@@ -285,5 +286,6 @@ class TreeWYMetadataBuilder(GDNAttentionMetadataBuilder):  # type: ignore[misc]
             )
             self._buffers[most] = replace(buffers, errors=running.errors)
         window = self._buffers[most].first(len(rows.places))
-        window.update_chains(common.query_start_loc, current, running.requests, chosen=rows.chosen, padding=NULL_BLOCK)
+        chosen = None if rows.leading else async_tensor_h2d(rows.places, device=self.device)
+        window.update_chains(common.query_start_loc, current, running.requests, chosen=chosen, padding=NULL_BLOCK)
         return window, window.slots, window.requests
