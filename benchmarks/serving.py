@@ -114,7 +114,8 @@ def engine_settings(arm: str, gmu: float, model: str, extra: dict[str, Any]) -> 
             "synthetic_acceptance_length": ACCEPTANCE,
         }
         settings["additional_config"]["treewy"] = {"mamba_state_commit": arm}
-    return {**settings, **extra}
+    additional = {**settings["additional_config"], **extra.get("additional_config", {})}
+    return {**settings, **extra, "additional_config": additional}
 
 
 class Observer:
