@@ -1,15 +1,17 @@
-"""The CUDA C++ kernel: what needs no GPU, then, marked `gpu`, its results beside float64 and the torch implementation.
+"""The CUDA C++ kernel: the host's part of a launch, then its results beside float64 and the torch implementation.
 
-Without a device the source is compiled for the architecture that it is written for, and the host's part of a launch is
-run up to where it would reach the device. How many rows a window and a ring have, and which dtypes, is compiled in, so
-tests on the device share few variants: RING below, and those of CASES.
+Without a device the source is compiled for the architecture that it is written for, and it is run by an emulation,
+which says more about barriers than a device does. How many rows a window and a ring have, and which dtypes, is compiled
+in, so tests share few variants: RING below, and those of CASES.
 """
 
 import ctypes
+import itertools
 import random
 import re
 import struct
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -18,6 +20,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.ops import emulation
 from tests.ops.layers import Layer, Oracle, Plain, random_inputs, random_path, same_bits
 from treewy import ops, reference
 from treewy.ops import DeviceWindow, GatedNorm, GDNDims, GDNParams, LayerState, support, unsupported_reason
@@ -357,6 +360,11 @@ def test_more_that_is_refused(asked):
     assert asked(case, keys=torch.zeros(1, 16, 2, 256, dtype=BF16)[..., ::2]) == (
         "keys is not contiguous below its first dimension"
     )
+    assert asked(case, keys=torch.zeros(1, 16, 2, 128)) == (
+        "keys is [1, 16, 2, 128] of torch.float32; this layer's is ['_', 16, 2, 128] of torch.bfloat16"
+    )
+    assert "conv is [2, 6, 1024] of torch.bfloat16" in asked(case, conv=torch.zeros(2, 6, 1024, dtype=BF16))
+    assert "values begins at address" in asked(case, values=torch.zeros(8193, dtype=BF16)[1:].view(1, 16, 4, 128))
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the layer must be on the CPU")
@@ -438,13 +446,64 @@ def test_inputs_of_the_convolution_that_do_not_fit_are_refused_before_a_launch(a
     assert all(same_bits(*pair) for pair in zip(round_.state, before, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("name", "alter", "why"),
+    [
+        ("params", lambda p: p._replace(taps=p.taps.half()), "taps is torch.float16"),
+        (
+            "params",
+            lambda p: p._replace(dt_bias=p.dt_bias.repeat(2)[::2]),
+            "dt_bias is torch.float32 with strides (2,)",
+        ),
+        ("params", lambda p: p._replace(conv_bias=F.pad(p.conv_bias, (1, 0))[1:]), "conv_bias is torch.float32"),
+        ("norm", lambda norm: norm._replace(z=norm.z.float()), "z is (5, 15, 4, 128) of torch.float32"),
+        (
+            "window",
+            lambda w: replace(w, conv_ancestors=w.conv_ancestors[..., :2]),
+            "a convolution of width 3, the layer",
+        ),
+        ("b", lambda b: b[:4], "b is (4, 15, 4)"),
+    ],
+)
+@pytest.mark.parametrize("rows", [4, 15])
+def test_nothing_is_written_for_what_is_refused(rows, name, alter, why, launches, monkeypatch):
+    """Wide windows have a launch of the convolution before the one that takes these."""
+    monkeypatch.setattr(triton_kernels.launch, "unsupported_reason", lambda *args, **kwargs: None)
+    round_ = Round(Case(rows, 12))
+    setattr(round_, name, alter(getattr(round_, name)))
+    before = copy_of(round_.state)
+    with pytest.raises(ValueError, match=re.escape(why.replace("15", str(rows)))):
+        round_.run_whole(round_.state, fold_always=True)
+    assert launches == []
+    assert all(same_bits(*pair) for pair in zip(round_.state, before, strict=True))
+
+
 def test_nothing_to_fold_is_no_launch(launches):
-    nobody = torch.tensor([], dtype=torch.int64)
-    ops.fold(new_layer(Case(4, 12), 1, 1), nobody, nobody, impl="cuda")
+    nobody, layer = torch.tensor([], dtype=torch.int64), new_layer(Case(4, 12), 1, 1)
+    ops.fold(layer, nobody, nobody, impl="cuda")
+    with pytest.raises(ValueError, match=re.escape("requests are [2] on cpu; both are [n] on cpu")):
+        ops.fold(layer, nobody.new_zeros(1), nobody.new_zeros(2), impl="cuda")
     assert launches == []
 
 
-# On the device: one launch beside the float64 walk
+# One launch beside the float64 walk, on the device or emulated
+
+
+runs_kernels = pytest.mark.gpu if DEVICE.type == "cuda" else pytest.mark.usefixtures("emulated")
+"""On the device where there is one, else in the emulation of `tests.ops.emulation`, every launch in another order."""
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    seeds = itertools.count(1)
+    for module in (launch, triton_kernels.launch):
+        monkeypatch.setattr(module, "unsupported_reason", lambda *args, **kwargs: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(launch, "tensor_map", emulation.tensor_map)
+    monkeypatch.setattr(
+        launch, "kernel", lambda name, defines, device: emulation.kernel(name, defines, device, seed=next(seeds))
+    )
+
 
 CASES = [
     Case(4, 12), Case(4, 20), Case(4, 4, weight=None, heads=(1, 1)), Case(4, 20, state=FP32, gates=FP32),
@@ -458,7 +517,7 @@ ONE_ULP = {BF16: 2**-8, FP16: 2**-11, FP32: 2**-18}
 """Of the largest entry; for fp32 what arithmetic in fp32 leaves of it."""
 
 
-@pytest.mark.gpu
+@runs_kernels
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_beside_float64(case):
     round_ = Round(case)
@@ -492,8 +551,15 @@ def test_beside_float64(case):
         assert (state.pending[nobody] == 1).all()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [case for case in [*CASES, Case(8, 12)] if case.rows <= launch.FUSED_ROWS], ids=str)
+@runs_kernels
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(case for case in CASES if case.rows <= launch.FUSED_ROWS),
+        Case(8, 12), Case(8, 24), Case(4, 40), Case(4, 20, 256, 64, heads=(1, 2)), Case(1, 1, weight=None),
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("bias", [False, True])
 def test_one_launch_is_the_convolution_and_the_rest(case, bias):
     """Beside Triton's convolution with the launch of the test before; what differs is the rounding of its outputs."""
@@ -515,8 +581,10 @@ def test_one_launch_is_the_convolution_and_the_rest(case, bias):
             assert distance(mine.nan_to_num(), other.nan_to_num()) < 4 * ONE_ULP[case.inputs], name
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [Case(0, 20), Case(0, 20, state=FP32)], ids=str)
+@runs_kernels
+@pytest.mark.parametrize(
+    "case", [Case(0, 4), Case(0, 20), Case(0, 20, state=FP32), Case(0, 40), Case(0, 1, 256, 64)], ids=str
+)
 def test_a_fold_beside_float64(case):
     round_ = Round(case)
     state, before = copy_of(round_.state), round_.state
@@ -535,7 +603,7 @@ def test_a_fold_beside_float64(case):
     assert same_bits(state.gates, before.gates)
 
 
-# On the device: rounds beside the torch implementation
+# Rounds beside the torch implementation
 
 RING = 8
 """Rows of the largest window and of the history: the same variant in all rounds and in both modes."""
@@ -624,7 +692,7 @@ class Pair:
         assert distance(found, expected) < TOLERANCE
 
 
-@pytest.mark.gpu
+@runs_kernels
 @pytest.mark.parametrize("mode", ["deferred", "reconstruct"])
 def test_rounds(mode):
     """Chains, trees, padding, plain decoding in a window of one row, until the ring has gone round."""
@@ -644,7 +712,7 @@ def test_rounds(mode):
     pair.same_folded()
 
 
-@pytest.mark.gpu
+@runs_kernels
 def test_the_last_window_before_a_commit_counts():
     rng, pair = random.Random(0), Pair(requests=2)
     pair.round([DraftTree.chain(5)] * 2, [0, 1], rng)
@@ -654,7 +722,7 @@ def test_the_last_window_before_a_commit_counts():
     pair.same_folded()
 
 
-@pytest.mark.gpu
+@runs_kernels
 @pytest.mark.parametrize("rows", [2, 3])
 def test_a_head_that_has_folded_already(rows):
     """As a launch that was cut short leaves it; two rows fit beside the six of the other heads, three do not."""
@@ -671,7 +739,7 @@ def test_a_head_that_has_folded_already(rows):
     pair.same_folded()
 
 
-@pytest.mark.gpu
+@runs_kernels
 def test_slots_far_apart_in_a_large_pool():
     pair = Pair(requests=2, dims=GDNDims(1, 1, 64, 64))
     far, head = 2**31 + 64, 64 * 64
@@ -788,7 +856,7 @@ def test_nothing_is_compiled_after_the_first_round():
     assert counts[0] == counts[-1]
 
 
-@pytest.mark.gpu
+@runs_kernels
 def test_500_rounds_drift_no_further_than_the_plain_recurrence():
     """As in test_numerics: root mean square errors beside the float64 walk, over those of the same dtypes, below 2."""
     dims = GDNDims(1, 2, 64, 64)

@@ -119,9 +119,9 @@ class GDNParams(NamedTuple):
         return GDNParams(
             dims,
             weight.detach().to(wide).flip(1).T.contiguous(),
-            None if conv_bias is None else conv_bias.detach().to(wide),
-            -A_log.detach().to(wide).exp(),
-            dt_bias.detach().to(wide),
+            None if conv_bias is None else conv_bias.detach().to(wide).contiguous(),
+            -A_log.detach().to(wide).exp().contiguous(),
+            dt_bias.detach().to(wide).contiguous(),
             beta_scale,
         )
 

@@ -30,10 +30,32 @@ def unsupported_reason(
     reason = _not_for_triton(dims, state) if impl == "triton" else _not_for_cuda(dims, state, rows)
     if reason is not None:
         return reason
-    for name, tensor in state._asdict().items():
-        inner = 1 if name in ("checkpoint", "conv") else 0
-        if not tensor[(0,) * inner].is_contiguous():
-            return f"{name} is not contiguous below its {'slots' if inner else 'first dimension'}"
+    return _layout_reason(dims, state)
+
+
+def _layout_reason(dims: GDNDims, state: LayerState) -> str | None:
+    heads, ring, inputs = dims.num_v_heads, state.keys.shape[1], state.conv.dtype
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "checkpoint": ((heads, dims.head_v_dim, dims.head_k_dim), state.checkpoint.dtype),
+        "conv": ((dims.conv_width - 1, dims.conv_dim), inputs),
+        "window_inputs": ((state.window_inputs.shape[1], dims.conv_dim), inputs),
+        "window_rows": ((), torch.int32),
+        "keys": ((ring, dims.num_k_heads, dims.head_k_dim), inputs),
+        "values": ((ring, heads, dims.head_v_dim), inputs),
+        "gates": ((ring, heads, 2), torch.float32),
+        "end": ((), torch.int32),
+        "pending": ((heads,), torch.int32),
+    }
+    for name, (shape, dtype) in expected.items():
+        tensor: torch.Tensor = getattr(state, name)
+        if tensor.shape[1:] != shape or tensor.dtype != dtype:
+            return f"{name} is {list(tensor.shape)} of {tensor.dtype}; this layer's is {['_', *shape]} of {dtype}"
+        pool = name in ("checkpoint", "conv")  # whose blocks may be any distance apart
+        stride = 1
+        for dim in range(tensor.dim() - 1, pool - 1, -1):
+            if tensor.stride(dim) != stride and tensor.shape[dim] > 1:
+                return f"{name} is not contiguous below its {'slots' if pool else 'first dimension'}"
+            stride *= tensor.shape[dim]
     return None
 
 
@@ -76,9 +98,10 @@ def _not_for_cuda(dims: GDNDims, state: LayerState, rows: int) -> str | None:
             f"a state of {dims.head_v_dim} x {dims.head_k_dim} in {pool.dtype} with {state.capacity + rows} rows takes "
             f"{needed} bytes of shared memory; a block has {available}"
         )
+    for name in ("checkpoint", "conv", "window_inputs", "keys", "values", "gates"):
+        if getattr(state, name).data_ptr() % 16:
+            return f"{name} begins at address {getattr(state, name).data_ptr()}; these kernels need a multiple of 16"
     for name, pool in (("checkpoint", state.checkpoint), ("conv", state.conv)):
-        if pool.data_ptr() % 16:
-            return f"the pool of {name} begins at address {pool.data_ptr()}; these kernels need a multiple of 16"
         if pool.shape[0] > 1 and pool.stride(0) * pool.itemsize % 16:
             return (
                 f"blocks of {name} are {pool.stride(0) * pool.itemsize} bytes apart; these kernels need multiples of 16"
@@ -91,15 +114,10 @@ def _shared_bytes(dims: GDNDims, state_dtype: torch.dtype, rows: int, joint: int
     dk, dv, kept = dims.head_k_dim, dims.head_v_dim, dims.conv_width - 1
     padded, padded_rows = -(-joint // 8) * 8, max(8, -(-rows // 8) * 8)
     square = padded if padded % 16 else padded + 8
-    keys = joint * (2 * dk + 16)
-    others = max(rows * (2 * dk + 16) + joint * (2 * dv + 16), rows * (dv + 4) * 4)
+    key = 2 * dk + 16
+    others = max(rows * key + joint * (2 * dv + 16), rows * (dv + 4) * 4)
+    squares = max((padded + rows) * square * 4, kept * (2 * dk + dv) * 2)
+    known = padded * 32 + padded_rows * 16 + max(2, dk // 64) * rows * 4
     return (
-        dk * dv * state_dtype.itemsize
-        + keys
-        + others
-        + max((padded + rows) * square * 4, kept * (2 * dk + dv) * 2)
-        + padded * 32
-        + padded_rows * 16
-        + max(2, dk // 64) * rows * 4
-        + 192
+        dk * dv * state_dtype.itemsize + max(joint * key + others + squares + known, (joint + padded_rows) * key) + 192
     )

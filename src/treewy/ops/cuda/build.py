@@ -52,6 +52,7 @@ def compile_source(name: str, defines: tuple[tuple[str, int], ...], arch: str) -
     source = (_SOURCE / f"{name}.cu").read_bytes()
     program = _check(nvrtc.nvrtcCreateProgram(source, f"{name}.cu".encode(), 0, [], []))
     options = [f"--gpu-architecture={arch}", "--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
+    options.append(f"--include-path={_SOURCE}")
     options += [f"-D{key}={value}" for key, value in defines]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))

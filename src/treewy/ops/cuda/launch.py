@@ -11,7 +11,7 @@ from treewy.ops.api import KEY_EPS, GatedNorm, GDNDims, GDNParams, LayerState
 from treewy.ops.cuda.build import kernel, tensor_map
 from treewy.ops.device_window import DeviceWindow
 from treewy.ops.support import unsupported_reason
-from treewy.ops.triton import convolve, outputs
+from treewy.ops.triton import check_width, convolve, outputs
 
 FUSED_ROWS = 8
 """Wider windows are convolved by a launch of their own: in this one, value heads that share keys each convolve them."""
@@ -61,6 +61,8 @@ def verify(
     aligned; a and b are in the dtype of x, or fp32.
     """
     if window.rows > FUSED_ROWS:
+        _check(state, window, x, a, b, params, norm)  # before anything is written
+        outputs(out, x, window, params.dims)
         queries = convolve(state, window, x, params)
         return verify_mixed(state, window, queries, a, b, params, fold_always=fold_always, norm=norm, out=out)
     dims, max_rows = params.dims, state.window_inputs.shape[1]
@@ -70,6 +72,7 @@ def verify(
         raise ValueError(
             f"a window of {window.rows} rows does not fit a stash of {max_rows}: truncate the trees or allocate more"
         )
+    check_width(window, params)
     arguments = _Arguments(
         x=x.data_ptr(),
         conv=state.conv.data_ptr(),
@@ -135,29 +138,12 @@ def _verify(
     *,
     conv_width: int,
 ) -> Tensor:
-    dims = params.dims
-    batch, rows = window.batch, window.rows
-    reason = unsupported_reason(dims, state, rows, impl="cuda")
-    if reason is not None:
-        raise ValueError(f"the cuda implementation does not take this layer: {reason}")
-    if params.neg_A.dtype != torch.float32:
-        raise ValueError(f"parameters are {params.neg_A.dtype}; these kernels take float32")
-    gates = like.dtype if a.dtype == like.dtype else torch.float32
-    _expect("a", a, (batch, rows, dims.num_v_heads), gates, state)
-    _expect("b", b, (batch, rows, dims.num_v_heads), gates, state)
-    out = outputs(out, like, window, dims)
+    _check(state, window, like, a, b, params, norm)
+    out = outputs(out, like, window, params.dims)
     _fill(arguments, state)
     arguments.a, arguments.b, arguments.out = a.data_ptr(), b.data_ptr(), out.data_ptr()
     arguments.a_stride, arguments.a_row, arguments.b_stride, arguments.b_row = *a.stride()[:2], *b.stride()[:2]
     if norm is not None:
-        _expect("z", norm.z, tuple(out.shape), like.dtype, state)
-        _expect_aligned("z", norm.z)
-        if norm.z.stride(2) != dims.head_v_dim:
-            raise ValueError(f"z has strides {norm.z.stride()}; its heads must be adjacent")
-        weights = like.dtype if norm.weight.dtype == like.dtype else torch.float32
-        _expect("norm.weight", norm.weight, (dims.head_v_dim,), weights, state)
-        if norm.weight.data_ptr() % 16:
-            raise ValueError(f"norm.weight begins at address {norm.weight.data_ptr()}; it must be a multiple of 16")
         arguments.z, arguments.weight = norm.z.data_ptr(), norm.weight.data_ptr()
         arguments.z_stride, arguments.z_row = norm.z.stride()[:2]
         arguments.norm_eps = norm.eps
@@ -167,20 +153,63 @@ def _verify(
     arguments.neg_A, arguments.dt_bias = params.neg_A.data_ptr(), params.dt_bias.data_ptr()
     arguments.fold_always = fold_always
     arguments.beta_scale, arguments.eps = params.beta_scale, params.eps
-    _launch(state, rows, batch, arguments, gates, norm, conv_width)
+    _launch(state, window.rows, window.batch, arguments, a.dtype, norm, conv_width)
     return out
+
+
+def _check(
+    state: LayerState,
+    window: DeviceWindow,
+    like: Tensor,
+    a: Tensor,
+    b: Tensor,
+    params: GDNParams,
+    norm: GatedNorm | None,
+) -> None:
+    dims = params.dims
+    reason = unsupported_reason(dims, state, window.rows, impl="cuda")
+    if reason is not None:
+        raise ValueError(f"the cuda implementation does not take this layer: {reason}")
+    for name in ("taps", "conv_bias", "neg_A", "dt_bias"):
+        tensor = getattr(params, name)
+        if tensor is not None and (
+            tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.data_ptr() % 16
+        ):
+            raise ValueError(
+                f"{name} is {tensor.dtype} with strides {tensor.stride()} at address {tensor.data_ptr()}; these "
+                "kernels take float32, contiguous, at a multiple of 16: as GDNParams.of makes it"
+            )
+    gates = like.dtype if a.dtype == like.dtype else torch.float32
+    _expect("a", a, (window.batch, window.rows, dims.num_v_heads), gates, state)
+    _expect("b", b, (window.batch, window.rows, dims.num_v_heads), gates, state)
+    if norm is None:
+        return
+    _expect("z", norm.z, (window.batch, window.rows, dims.num_v_heads, dims.head_v_dim), like.dtype, state)
+    _expect_aligned("z", norm.z)
+    if norm.z.stride(2) != dims.head_v_dim:
+        raise ValueError(f"z has strides {norm.z.stride()}; its heads must be adjacent")
+    weights = like.dtype if norm.weight.dtype == like.dtype else torch.float32
+    _expect("norm.weight", norm.weight, (dims.head_v_dim,), weights, state)
+    if norm.weight.data_ptr() % 16:
+        raise ValueError(f"norm.weight begins at address {norm.weight.data_ptr()}; it must be a multiple of 16")
 
 
 def fold(state: LayerState, slots: Tensor, requests: Tensor) -> None:
     """Folds all pending rows of these requests into their checkpoints. Arguments as `treewy.ops.fold`.
 
     Raises:
-        ValueError: a layer that these kernels do not take.
+        ValueError: a layer that these kernels do not take, or slots and requests that differ in length or device.
     """
     heads, dv, dk = state.checkpoint.shape[1:]
-    reason = unsupported_reason(GDNDims(state.keys.shape[2], heads, dk, dv), state, 1, impl="cuda")
+    dims = GDNDims(state.keys.shape[2], heads, dk, dv, state.conv.shape[1] + 1)
+    reason = unsupported_reason(dims, state, 1, impl="cuda")
     if reason is not None:
         raise ValueError(f"the cuda implementation does not take this layer: {reason}")
+    for name, tensor in (("slots", slots), ("requests", requests)):
+        if tensor.shape != slots.shape or slots.dim() != 1 or tensor.device != state.checkpoint.device:
+            raise ValueError(
+                f"{name} are {list(tensor.shape)} on {tensor.device}; both are [n] on {state.checkpoint.device}"
+            )
     if not slots.numel():
         return
     slots, requests = slots.long().contiguous(), requests.long().contiguous()

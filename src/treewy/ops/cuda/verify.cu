@@ -21,9 +21,9 @@
 //   * The matrix unit. dv is M, rows of the window are N, in steps of 8, so a window of 4 rows is not padded to 16 or 64.
 //     16-bit keys, queries and states are multiplied as they are: exact products, fp32 sums.
 //   * No solve on the long side. Outputs need A w = (A (I + L)^-1) r, and the product of the two squares is made of keys
-//     and gates alone, on rows of at most 96 columns, while the state travels; TF32 with both operands split in two, error
-//     2^-21. Its product with r, which only outputs see, is of 16-bit halves, error 2^-16. Solved rows w themselves are
-//     needed for a fold, of pending rows only: forward substitution by blocks of 8, TF32 in halves again.
+//     and gates alone, on rows of at most 96 columns, in fp32 quality, while the state travels. Its product with r, which
+//     only outputs see, is of 16-bit halves, error 2^-16 of its terms. Solved rows w themselves are needed for a fold, of
+//     pending rows only: forward substitution by blocks of 8, TF32 with both operands split in two, error 2^-21 of the terms.
 //   * Accumulators of one product are, register by register, the operand of the next.
 //
 // Joint rows are numbered so that the tree's begin at W0, whatever is pending: pending ones end there.
@@ -32,10 +32,7 @@
 // (width of the convolution, 0 where it has run already); BF16 (else fp16); STATE32; NORM; GATES32, WEIGHT32 (a and b, the
 // norm's weight, are fp32).
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-typedef unsigned short u16;
+#include <hardware.cuh>
 
 struct Arguments {
     const u16* x;         // [B, T, C], read if CONV
@@ -78,7 +75,7 @@ constexpr int KT = (ROWS + 7) / 8, QT = at_least(1, (T + 7) / 8); // tiles of 8 
 #endif
 constexpr int THREADS = 32 * WARPS;
 constexpr int MT = DV / (16 * WARPS);        // tiles of 16 dv rows of a warp
-constexpr int KR = 8 * KT, QR = 8 * QT, XT = KT + QT;
+constexpr int KR = 8 * KT, QR = 8 * QT, XT = T ? KT + QT : KT;
 constexpr int W0 = KR - T, SHIFT = KR - ROWS; // the tree's first joint row; joint rows that nobody has room for
 template <bool WIDE> struct MaskOf { using type = u64; };
 template <> struct MaskOf<false> { using type = u32; };
@@ -86,10 +83,9 @@ using Mask = MaskOf<(QT > 4)>::type;         // ancestors of a row
 constexpr int MS = KR % 16 ? KR : KR + 8;    // row stride of the squares; 8 or 24 mod 32: no bank conflicts
 constexpr int OS = DV + 4;                   // row stride of the outputs
 constexpr int STATE_BYTES = STATE32 ? 4 : 2;
+using State = Tile<DV, DK, STATE_BYTES>; // of a head
 // Bytes of a row in shared memory: padded, so that what a warp reads together lies in different banks.
 constexpr int X_ROW = DK * 2 + 16, V_ROW = DV * 2 + 16;
-// The state comes and goes by the tensor copy engine, in slices of 128 bytes a row, which permutes each row's 16 bytes.
-constexpr int SLICES = DK * STATE_BYTES / 128;
 
 constexpr int later(int at, int bytes) { return at + (bytes + 15) / 16 * 16; }
 // The state; keys, then queries; values; squares; what is known of rows.
@@ -109,7 +105,8 @@ constexpr int AT_QROWS = later(AT_KEYROWS, KR * 16); // float2: rho', exp(c) rho
 constexpr int AT_MASKS = later(AT_QROWS, QR * 8);
 constexpr int AT_SQUARES = later(AT_MASKS, QR * 8);  // float: of queries and keys, where they were convolved
 // A tile past the last row reads what follows, into columns of nobody.
-constexpr int SHARED = later(AT_SQUARES, CONV ? at_least(2, DK / 64) * T * 4 : 0);
+constexpr int SHARED = at_least(later(AT_SQUARES, CONV ? at_least(2, DK / 64) * T * 4 : 0), AT_X + (ROWS + QR) * X_ROW);
+static_assert(!T || AT_A + (QR - 1) * MS * 4 + (KT + KT % 2) * 32 <= SHARED, "tiles of A end behind shared memory");
 
 // Blocks that an SM is to hold: as many as fit its shared memory, with the registers that accumulators need.
 constexpr int REGISTERS = at_most(255, 72 + 4 * MT * XT);
@@ -118,95 +115,11 @@ constexpr int BLOCKS = at_least(1, at_most(228 * 1024 / (SHARED + 1024), 65536 /
 #endif
 extern "C" __constant__ const int launch_bounds[2] = {THREADS, SHARED};
 
-struct alignas(64) TensorMap {
-    u64 opaque[16];
-};
-
-#define D __device__ __forceinline__
-
-// ---- 16-bit numbers
-
-#if BF16
-#define KIND "bf16"
-D float low(u32 pair) { return __uint_as_float(pair << 16); }
-D float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-D u32 pack(float lo, float hi) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
-    return pair;
-}
-#else
-#define KIND "f16"
-D float low(u32 pair) {
-    float wide;
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(wide) : "r"(pair));
-    return wide;
-}
-D float high(u32 pair) {
-    float wide;
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(wide) : "r"(pair));
-    return wide;
-}
-D u32 pack(float lo, float hi) {
-    u32 pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
-    return pair;
-}
-#endif
-
-template <int IS32> D float element(const void* base, i64 at) {
-    return IS32 ? static_cast<const float*>(base)[at] : low(static_cast<const u16*>(base)[at]);
-}
-
-// ---- Shared memory and the matrix unit
-
-D u32 address(const void* shared) { return static_cast<u32>(__cvta_generic_to_shared(shared)); }
-
-template <int BYTES> D void copy(u32 to, const void* from) {
-    if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-    else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
-}
-D void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-D void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
-D void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-D void wait_for_first_group() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
-
-// A barrier that counts the bytes of a state.
-D void open(u32 barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n fence.mbarrier_init.release.cluster;" ::"r"(barrier) : "memory");
-}
-D void wait(u32 barrier) {
-    asm volatile("{.reg .pred done;\n"
-                 "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n"
-                 "@!done bra again;}" ::"r"(barrier) : "memory");
-}
-D void read_state(u32 to, const TensorMap& map, int head, int slot, u32 barrier) {
-    asm volatile("{.reg .b64 token; mbarrier.arrive.expect_tx.shared::cta.b64 token, [%0], %1;}"
-                 ::"r"(barrier), "n"(DV * DK * STATE_BYTES) : "memory");
-#pragma unroll
-    for (int slice = 0; slice < SLICES; ++slice)
-        asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
-                     ::"r"(to + slice * (DV * 128)), "l"(&map), "r"(slice * (128 / STATE_BYTES)), "r"(head * DV), "r"(slot),
-                     "r"(barrier) : "memory");
-}
-D void write_state(const TensorMap& map, int head, int slot, u32 from) {
-#pragma unroll
-    for (int slice = 0; slice < SLICES; ++slice)
-        asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];"
-                     ::"l"(&map), "r"(slice * (128 / STATE_BYTES)), "r"(head * DV), "r"(slot), "r"(from + slice * (DV * 128))
-                     : "memory");
-    asm volatile("cp.async.bulk.commit_group;\n cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-// A launch may begin while the one before it ends (programmatic dependent launch).
-D void after_launch_before() { asm volatile("griddepcontrol.launch_dependents;\n griddepcontrol.wait;" ::: "memory"); }
-D void before_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // Where rows are: keys first, in tiles; then queries, in tiles. Where the 16 bytes `chunk` of a row are.
 D int joint_row(int i) { return SHIFT ? max(i - SHIFT, 0) : i; }
 D int memory_row(int x) { return x < KR ? joint_row(x) : x - KR + ROWS; }
 D int x_at(int row, int chunk) { return row * X_ROW + chunk * 16; }
 D int v_at(int row, int chunk) { return row * V_ROW + chunk * 16; }
-D int s_at(int row, int chunk) { return chunk / 8 * (DV * 128) + row * 128 + ((chunk % 8 ^ row & 7) << 4); }
 
 // EACH adjacent channels of a head's query, key and value, which stand side by side in this order.
 template <int EACH> struct Piece {
@@ -226,58 +139,10 @@ template <int EACH> struct Piece {
     }
 };
 
-D void load4(u32 (&r)[4], u32 from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from));
-}
-D void load_transposed(u32 (&r)[4], u32 from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from));
-}
-
-D void load_transposed(u32 (&r)[2], u32 from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(from));
-}
-
-// c += a b, 16 x 16 by 16 x 8, 16-bit.
-D void product16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// The same of bf16, whatever the inputs are: 16 or 8 columns of a.
-D void product_halves(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-D void product_halves(float (&c)[4], const u32 (&a)[4], u32 b0) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(b0));
-}
-
-// c += a b, 16 x 8 by 8 x 8, TF32.
-D void product32(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // An fp32 number as two of TF32, which the matrix unit cuts to their upper 19 bits: x = big + small (1 + 2^-10).
 D void split(float x, u32& big, u32& small) {
     big = __float_as_uint(x) & 0xffffe000u;
     small = __float_as_uint(x - __uint_as_float(big));
-}
-
-D float silu(float x) {
-    float e, inverse;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.44269504f));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + e));
-    return x * inverse;
 }
 
 // A tile of accumulators, 16 dv rows by 8 rows, as the left operand of the next product. The matrix unit's k-th column
@@ -316,11 +181,6 @@ D void add_product(float (&c)[4], const Left& a, const Right& b) {
 }
 
 // Two fp32 numbers as two pairs of bf16: x = big + small (1 + 2^-8).
-D u32 pack_bf16(float lo, float hi) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
-    return pair;
-}
 D void halve(float x, float y, u32& big, u32& small) {
     big = pack_bf16(x, y);
     small = pack_bf16(x - __uint_as_float(big << 16), y - __uint_as_float(big & 0xffff0000u));
@@ -436,7 +296,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         const int channel = piece.channel(p, head, key_head);
         const u16* const x = p.x + batch * p.x_stride + channel;
 #pragma unroll
-        for (int r = 0; r < T; ++r) copy<8>(base + piece.at(r), x + r * (int)p.x_row);
+        for (int r = 0; r < T; ++r) copy<8>(base + piece.at(r), x + r * p.x_row);
 #pragma unroll
         for (int step = 0; step < CONV; ++step)
             taps[j][step] = *reinterpret_cast<const float4*>(p.taps + step * channels + channel);
@@ -512,7 +372,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 copy<16>(base + AT_V + v_at(i - SHIFT, tid % V_CHUNKS), values + place(i) * value_row + tid % V_CHUNKS * 8);
     }
     close_group();
-    if (tid == 0) read_state(base + AT_S, state, head, slot, state_there);
+    if (tid == 0) State::read(base + AT_S, state, head, slot, state_there);
     if (gate_row < n) {
         const float x = gate_a + dt_bias;
         const float log_decay = neg_A * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
@@ -563,6 +423,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         }
         if (index < 2 * DK / 4) {
             constexpr int LANES = at_most(32, DK / 4); // of a warp, in a row
+            static_assert(!CONV || T <= LANES, "a lane writes the sum of a row");
             float sums[at_least(1, T)];
 #pragma unroll
             for (int r = 0; r < T; ++r) {
@@ -737,7 +598,6 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 if (!keys_in_use(x, x + 1)) continue;
                 const float2 pair = *reinterpret_cast<const float2*>(M + 8 * x * (MS + 1) + g * MS + 2 * q);
                 set_product(b[x], Left(b[x]), Right(2 * q > g ? pair.x : 2 * q == g, 2 * q + 1 > g ? pair.y : 2 * q + 1 == g));
-                mask(b[x], x);
                 const Left left(b[x]);
                 const float* const from = M + (8 * x + 2 * q) * MS + g;
 #pragma unroll
@@ -811,7 +671,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const float2 pair = *reinterpret_cast<const float2*>(
-                        shared + AT_S + s_at(v0 + 16 * m + g + 8 * half, 8 * k + 2 * step + q / 2) + q % 2 * 8);
+                        shared + AT_S + State::at(v0 + 16 * m + g + 8 * half, 8 * k + 2 * step + q / 2) + q % 2 * 8);
                     split(pair.x, big[m][step][half], small[m][step][half]);
                     split(pair.y, big[m][step][half + 2], small[m][step][half + 2]);
                 }
@@ -821,7 +681,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         for (int m = 0; m < MT; ++m)
 #pragma unroll
             for (int step = 0; step < 2; ++step)
-                load4(left[m][step], base + AT_S + s_at(v0 + 16 * m + lane % 16, 4 * k + 2 * step + lane / 16));
+                load4(left[m][step], base + AT_S + State::at(v0 + 16 * m + lane % 16, 4 * k + 2 * step + lane / 16));
 #endif
         const auto multiply = [&](auto x0, auto count) {
             u32 right[count.value][4];
@@ -1014,10 +874,10 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                     const int v = v0 + 16 * m + g + 8 * half;
 #if STATE32
                     const float2 pair = *reinterpret_cast<const float2*>(
-                        shared + AT_S + s_at(v, 8 * k + 2 * part + q / 2) + q % 2 * 8);
+                        shared + AT_S + State::at(v, 8 * k + 2 * part + q / 2) + q % 2 * 8);
                     sum[m][part][2 * half] = decay * pair.x, sum[m][part][2 * half + 1] = decay * pair.y;
 #else
-                    const u32 pair = *reinterpret_cast<const u32*>(shared + AT_S + s_at(v, 4 * k + part) + 4 * q);
+                    const u32 pair = *reinterpret_cast<const u32*>(shared + AT_S + State::at(v, 4 * k + part) + 4 * q);
                     sum[m][part][2 * half] = decay * low(pair), sum[m][part][2 * half + 1] = decay * high(pair);
 #endif
                 }
@@ -1048,10 +908,10 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 for (int half = 0; half < 2; ++half) {
                     const int v = v0 + 16 * m + g + 8 * half;
 #if STATE32
-                    *reinterpret_cast<float2*>(shared + AT_S + s_at(v, 8 * k + 2 * part + q / 2) + q % 2 * 8)
+                    *reinterpret_cast<float2*>(shared + AT_S + State::at(v, 8 * k + 2 * part + q / 2) + q % 2 * 8)
                         = make_float2(sum[m][part][2 * half], sum[m][part][2 * half + 1]);
 #else
-                    *reinterpret_cast<u32*>(shared + AT_S + s_at(v, 4 * k + part) + 4 * q)
+                    *reinterpret_cast<u32*>(shared + AT_S + State::at(v, 4 * k + part) + 4 * q)
                         = pack(sum[m][part][2 * half], sum[m][part][2 * half + 1]);
 #endif
                 }
@@ -1060,6 +920,6 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     __syncthreads();
     if (tid == 0) {
         p.pending[request * p.HV + head] = 0;
-        write_state(state, head, slot, base + AT_S);
+        State::write(state, head, slot, base + AT_S);
     }
 }

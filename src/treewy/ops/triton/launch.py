@@ -51,6 +51,8 @@ def verify(
     out: Tensor | None = None,
 ) -> Tensor:
     """The convolution, then `verify_mixed`. Arguments, result and errors as `treewy.ops.verify`."""
+    _check_mixed(window, a, b, params, norm)  # before anything is written
+    outputs(out, x, window, params.dims)
     queries = convolve(state, window, x, params)
     return verify_mixed(state, window, queries, a, b, params, fold_always=fold_always, norm=norm, out=out)
 
@@ -102,17 +104,10 @@ def verify_mixed(
     """
     dims = params.dims
     _check_inputs("queries", queries.flatten(2), window, dims.key_dim)
-    _check_inputs("a", a, window, dims.num_v_heads)
-    _check_inputs("b", b, window, dims.num_v_heads)
+    _check_mixed(window, a, b, params, norm)
     _check_layer(state, window, params, queries)
     out = outputs(out, queries, window, dims)
-    z = out
-    if norm is not None:
-        z = norm.z
-        if z.shape != out.shape or z.stride(-1) != 1 or z.stride(-2) != dims.head_v_dim:
-            raise ValueError(
-                f"z is {tuple(z.shape)} with strides {z.stride()}; it is {tuple(out.shape)}, heads adjacent"
-            )
+    z = out if norm is None else norm.z
     shape = shape or cut(dims, window.rows, state.capacity, state.checkpoint.dtype)
     verify_kernel[dims.num_v_heads, window.batch](
         queries.contiguous(), a, b, z, norm.weight if norm else out, out, state.checkpoint, state.keys, state.values,
@@ -131,10 +126,12 @@ def outputs(out: Tensor | None, like: Tensor, window: DeviceWindow, dims: GDNDim
     shape = (window.batch, window.rows, dims.num_v_heads, dims.head_v_dim)
     if out is None:
         return like.new_empty(shape)
-    if out.shape != shape or out.dtype != like.dtype or not out.is_contiguous() or out.data_ptr() % 16:
+    there = (out.shape, out.dtype, out.device) == (shape, like.dtype, like.device)
+    if not there or not out.is_contiguous() or out.data_ptr() % 16:
         raise ValueError(
-            f"out is {tuple(out.shape)} of {out.dtype} with strides {out.stride()} at address {out.data_ptr()}; this "
-            f"plan takes {shape} of {like.dtype}, contiguous, at a multiple of 16"
+            f"out is {tuple(out.shape)} of {out.dtype} on {out.device}, with strides {out.stride()} at address "
+            f"{out.data_ptr()}; this plan takes {shape} of {like.dtype} on {like.device}, contiguous, at a multiple of "
+            "16"
         )
     return out
 
@@ -206,12 +203,37 @@ def _check_inputs(name: str, tensor: Tensor, window: DeviceWindow, columns: int)
         raise ValueError(f"{name} has stride {tensor.stride(2)} in its last dimension; it must be contiguous there")
 
 
+def _check_mixed(window: DeviceWindow, a: Tensor, b: Tensor, params: GDNParams, norm: GatedNorm | None) -> None:
+    dims = params.dims
+    _check_inputs("a", a, window, dims.num_v_heads)
+    _check_inputs("b", b, window, dims.num_v_heads)
+    if norm is None:
+        return
+    z, shape = norm.z, (window.batch, window.rows, dims.num_v_heads, dims.head_v_dim)
+    if z.shape != shape or z.stride(-1) != 1 or z.stride(-2) != dims.head_v_dim:
+        raise ValueError(f"z is {tuple(z.shape)} with strides {z.stride()}; it is {shape}, heads adjacent")
+
+
+def check_width(window: DeviceWindow, params: GDNParams) -> None:
+    """The plan must be for the layer's convolution.
+
+    Raises:
+        ValueError: as said.
+    """
+    width = window.conv_ancestors.shape[2] + 1
+    if width != params.dims.conv_width:
+        raise ValueError(
+            f"the plan is for a convolution of width {width}, the layer has {params.dims.conv_width}: plan with that"
+        )
+
+
 def _check_layer(state: LayerState, window: DeviceWindow, params: GDNParams, x: Tensor) -> None:
     max_rows = state.window_inputs.shape[1]
     if window.rows > max_rows:
         raise ValueError(
             f"a window of {window.rows} rows does not fit a stash of {max_rows}: truncate the trees or allocate more"
         )
+    check_width(window, params)
     if x.dtype != state.conv.dtype:
         raise ValueError(
             f"x is {x.dtype} and the state keeps inputs in {state.conv.dtype}: convert x, or allocate in its dtype"

@@ -1,0 +1,52 @@
+"""What the emulation of the CUDA kernel finds: each barrier and each wait that is taken out of the kernel.
+
+A kernel that passes in it passes because it is right, not because the emulation is kind.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.ops import emulation
+from tests.ops.test_cuda import DEVICE, Case, Round, copy_of, distance, emulated  # noqa: F401
+from treewy.ops.cuda import build
+
+SOURCE = Path(build.__file__).with_name("verify.cu").read_text()
+WAITS = [
+    (SOURCE.count("\n", 0, match.start()) + 1, match[0])
+    for match in re.finditer(
+        r"__syncthreads\(\);|wait_for_copies\(\);|wait_for_first_group\(\);|wait\(state_there\);", SOURCE
+    )
+]
+FUSED, WIDE = Case(4, 12, heads=(1, 2)), Case(18, 20, heads=(1, 2))
+
+
+def outputs(case, run):
+    """Of a round that folds."""
+    round_ = Round(case)
+    state = copy_of(round_.state)
+    return getattr(round_, run)(state, True), state.checkpoint[round_.slots[:3]]
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="emulates on the CPU")
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("line", [line for line, _ in WAITS], ids=[f"{line}-{what[:-3]}" for line, what in WAITS])
+def test_a_wait_that_is_missing_is_found(line, monkeypatch, tmp_path):
+    cases = [(FUSED, "run_whole"), (WIDE, "run")]
+    expected = [outputs(*case) for case in cases]
+    lines = SOURCE.split("\n")
+    lines[line - 1] = re.sub(r"(__syncthreads|wait\w*)\([a-z_]*\);", ";", lines[line - 1])
+    (tmp_path / "verify.cu").write_text("\n".join(lines))
+    monkeypatch.setattr(emulation, "SOURCE", tmp_path)
+    monkeypatch.setattr(emulation, "_compiled", emulation._compiled.__wrapped__)
+    monkeypatch.setattr(emulation, "_folder", lambda: tmp_path)
+    found = False
+    for case, right in zip(cases, expected, strict=True):
+        for _ in range(3):
+            try:
+                wrong = outputs(*case)
+                found |= any(distance(*pair) > 1e-6 for pair in zip(wrong, right, strict=True))
+            except AssertionError:  # said by the machine, or a result that is not finite
+                found = True
+    assert found
