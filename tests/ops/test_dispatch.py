@@ -102,5 +102,5 @@ def test_packages_that_are_missing(monkeypatch):
     dims = GDNDims(1, 2, 128, 128)
     state = RecurrentState(StateSpec(dims, 1, "deferred", 4, 3), 1)._layers[0]
     for package, name in (("triton", "triton"), ("cuda", "cuda-bindings")):
-        monkeypatch.setattr("importlib.util.find_spec", lambda found, missing=package: found != missing or None)
+        monkeypatch.setattr("treewy.ops.support._installed", lambda found, missing=package: found != missing)
         assert ops.unsupported_reason(dims, state, 4, "cuda") == f"the package {name} is not installed"

@@ -1,15 +1,22 @@
-"""Engines for the tests, in this process: vLLM for CPUs with model runner V2, whose kernels Triton interprets."""
+"""Engines for the tests, in this process: vLLM for CPUs with model runner V2, whose kernels Triton interprets; or vLLM
+for CUDA, where there is a device."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+elif find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*"]  # a machine for the other GPU tests
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # test workers would share a core
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # greedy only
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -42,15 +42,15 @@ class Engine:
             "disable_log_stats": False,
             "seed": 0,
         }
+        additional: dict[str, Any] = {}
+        if torch.cuda.is_available():
+            arguments |= {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 1 << 30}
+            additional["gdn_prefill_backend"] = "triton"
         if draft_tokens:
             arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": draft_tokens}
         if mode is not None:
-            arguments["additional_config"] = {"treewy": {"mamba_state_commit": mode}}
-        for name, value in settings.items():
-            if name == "treewy":
-                arguments["additional_config"] = {"treewy": {"mamba_state_commit": mode, **value}}
-            else:
-                arguments[name] = value
+            additional["treewy"] = {"mamba_state_commit": mode, **settings.pop("treewy", {})}
+        arguments |= {"additional_config": additional, **settings}
         self.llm = LLM(**arguments)
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
@@ -137,9 +137,9 @@ class Engine:
                 group = next(i for i, group in enumerate(groups) if layer.prefix in group.layer_names)
                 column = int(self.runner.model_state._mamba_state_idx_gpu[slot]) if align else 0
                 block = tables.block_tables[group].gpu[slot, column].long()[None]
-                where = torch.tensor([slot])
-                checkpoints.append(ops.folded_state(layer.state, block, where)[0].float())
-                inputs.append(layer.state.conv[block[0]].float())
+                where = torch.tensor([slot], device=block.device)
+                checkpoints.append(ops.folded_state(layer.state, block, where)[0].float().cpu())
+                inputs.append(layer.state.conv[block[0]].float().cpu())
             seen[name] = (tokens, checkpoints, inputs)
         return seen
 

@@ -2,10 +2,10 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from treewy import ops
 from treewy.tree import DraftTree, TreeBatch
 from treewy.vllm.chains import chain_batch
 from treewy.vllm.metadata import Round, TreeWYMetadataBuilder
@@ -35,37 +35,46 @@ def builder(impl: str, num_requests: int = 5) -> TreeWYMetadataBuilder:
         impl=impl, dims=SimpleNamespace(conv_width=4), kv_cache=(torch.zeros(9, 3, 2), torch.zeros(9, 1, 2, 2))
     )
     made.layers, made._buffers, made.device = [layer], {}, torch.device("cpu")
-    made.running = SimpleNamespace(num_requests=num_requests)
+    made.running = SimpleNamespace(
+        num_requests=num_requests, requests=torch.tensor([4, 0, 2, 1]), errors=torch.zeros(1, dtype=torch.int32)
+    )
     return made
+
+
+def plan(made: TreeWYMetadataBuilder, lengths: list[int], blocks: list[int], windows: list[bool] | None = None):
+    """Of a batch with these windows; default all."""
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    rows = made._rows(np.array(windows or [True] * len(lengths)))
+    common = SimpleNamespace(query_start_loc=starts)
+    return made._plan(rows, max(lengths), torch.tensor(blocks, dtype=torch.int32), common)
+
+
+@pytest.mark.parametrize("windows", [None, [True, True, False, True, True]])
+def test_both_plans_name_the_same_requests(windows) -> None:
+    lengths, blocks = [3, 1, 2, 3, 0], [8, 2, 3, 5, 0]
+    planned, slots, requests = plan(builder("torch"), lengths, blocks, windows)
+    window, mine, named = plan(builder("triton"), lengths, blocks, windows)
+    assert slots.tolist() == mine.tolist() == ([8, 2, 3, 5, -1] if windows is None else [8, 2, 5, -1])
+    assert requests.tolist() == named.tolist() == ([4, 0, 2, 1, -1] if windows is None else [4, 0, 1, -1])
+    assert window.tree_rows[:-1].tolist() == planned.trees.rows.tolist()
+    window.check()
 
 
 def test_kernels_are_given_buffers_that_stay() -> None:
     """Class 11, 12: a batch of two after one of four leaves no old binding behind, at the same addresses."""
     made = builder("triton")
-    rows, slots, requests = torch.tensor([3, 3, 3, 3]), torch.tensor([4, 5, 6, 7]), torch.tensor([0, 1, 2, 3])
-    four = made._plan(rows, slots, requests, 3)
+    four, *_ = plan(made, [3, 3, 3, 3], [4, 5, 6, 7])
     addresses = [value.data_ptr() for value in vars(four).values() if isinstance(value, torch.Tensor)]
-    padded = made._plan(torch.tensor([3, 1, 0, 0]), torch.tensor([8, 2, -1, -1]), torch.tensor([4, 0, -1, -1]), 3)
+    padded, *_ = plan(made, [3, 1, 0, 0], [8, 2, 0, 0])
     assert [value.data_ptr() for value in vars(padded).values() if isinstance(value, torch.Tensor)] == addresses
     assert padded.slots.tolist() == [8, 2, -1, -1]
     assert padded.tree_rows.tolist() == [3, 1, 0, 0]
-    padded.check()
-    whole = ops.plan(
-        chain_batch(torch.tensor([3, 1]), 3, 4),
-        torch.tensor([8, 2]),
-        torch.tensor([4, 0]),
-        num_slots=9,
-        num_requests=5,
-        impl="triton",
-    )
-    for name in ("tree_rows", "parents", "ancestors", "conv_ancestors", "longest"):
-        assert torch.equal(getattr(padded, name)[:2], getattr(whole, name)), name
+    assert padded.errors is made.running.errors
 
 
 def test_windows_of_another_length_have_their_own_buffers() -> None:
     made = builder("triton")
-    one = made._plan(torch.tensor([1]), torch.tensor([3]), torch.tensor([2]), 1)
-    three = made._plan(torch.tensor([3]), torch.tensor([3]), torch.tensor([2]), 3)
+    one, three = plan(made, [1], [3])[0], plan(made, [3], [3])[0]
     assert (one.rows, three.rows) == (1, 3)
     assert one.slots.data_ptr() != three.slots.data_ptr()
 
@@ -89,13 +98,11 @@ def round_of(tokens=None, places=None, owners=None, batch: int = 2) -> Round:
 
 def test_tokens_that_are_rows_are_not_moved() -> None:
     tokens = torch.arange(8.0).view(4, 2)
+    windows = round_of().windows(torch.cat([tokens, tokens])[:6])
+    assert torch.equal(windows.flatten(0, 1), tokens)
     windows = round_of().windows(tokens)
     assert windows.shape == (2, 2, 2)
     assert windows.data_ptr() == tokens.data_ptr()
-    out = torch.zeros(5, 2)
-    round_of().scatter(windows, out)
-    assert torch.equal(out[:4], tokens)
-    assert not out[4].any()
 
 
 def test_tokens_of_windows_among_others() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.vllm.checkpoint import write_checkpoint
 from tests.vllm.engine import MARGIN, STATE_ERROR, Engine, Oracle, compare_states, play, prompts, running
-from treewy.vllm import model_state, prefix_cache
+from treewy.vllm import commit, prefix_cache
 
 pytestmark = pytest.mark.no_cover  # tracing makes interpreted kernels several times slower
 
@@ -54,19 +54,19 @@ def test_a_long_text_and_requests_that_start_inside_it(
 ) -> None:
     full_blocks = []
 
-    def publish(state, full, inputs, **arguments) -> None:
-        prefix_cache.publish(state, full, inputs, **arguments)
-        block = full.target[0]
+    def publish(state, full, inputs) -> None:
+        prefix_cache.publish(state, full, inputs)
+        block = full.target[0] if full.target[0] >= 0 else full.slots[0]
         kept = (state.checkpoint[block].float().clone(), state.conv[block].float().clone())
         full_blocks.append((state.end.data_ptr(), int(full.rest), *kept))
 
-    monkeypatch.setattr(model_state, "publish", publish)
+    monkeypatch.setattr(commit, "publish", publish)
     with start(checkpoint, mode) as engine:
         prompt = prompts(1, 21, 21, 5)[0]
         (text,) = engine.generate([prompt], tokens)
         oracle.check(prompt, text)
         whole = [*prompt, *text]
-        order = [end.data_ptr() for end in engine.runner.model_state.running.pieces["end"]]
+        order = [layer.state.end.data_ptr() for layer in engine.runner.model_state.layers.values()]
         assert len(full_blocks) // len(order) == (len(whole) - 1) // BLOCK
         assert {rest for _, rest, _, _ in full_blocks} >= {0, 1}
         for number, (end, _, state, conv) in enumerate(full_blocks):
@@ -96,7 +96,7 @@ def test_chunks_that_end_at_every_place_of_a_block(checkpoint, oracle: Oracle) -
 
 def test_a_block_that_is_not_written_is_seen(checkpoint, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test of these tests: without the write to full blocks, requests that start there go wrong."""
-    monkeypatch.setattr(model_state, "publish", lambda *_, **__: None)
+    monkeypatch.setattr(commit, "publish", lambda *_: None)
     with start(checkpoint, "deferred") as engine:
         prompt = prompts(1, 21, 21, 5)[0]
         (text,) = engine.generate([prompt], 250)

@@ -147,6 +147,25 @@ class DeviceWindow:
         self.slots.masked_fill_(outside, -1)
         self.errors.bitwise_or_(outside.any().to(torch.int32) * 8)
 
+    def update_chains(
+        self, starts: Tensor, slots: Tensor, requests: Tensor, *, chosen: Tensor | None = None, padding: int = -1
+    ) -> None:
+        """Puts windows that are chains into the buffers, in one launch: requests of a batch as an engine keeps it.
+
+        A request without rows, with the padding's slot or without a name in `requests` becomes padding. One past its
+        end, or with more than T rows, is left out, and `check` raises.
+
+        Args:
+            starts: [n + 1] integer, where the rows of each request of the batch begin.
+            slots: [n] integer of any stride.
+            requests: [at most n] integer.
+            chosen: [B] integer, which requests of the batch take the places; default the first B.
+            padding: slot of requests that are padding, besides negative names.
+        """
+        from treewy.ops.triton.paged import update_chains
+
+        update_chains(self, starts, slots, requests, chosen, padding)
+
     def check(self) -> None:
         """Raises what a kernel or an update refused since the last check; waits for the device.
 
@@ -158,5 +177,10 @@ class DeviceWindow:
         if not bits:
             return
         self.errors.zero_()
-        found = "; ".join(text for bit, text in _ERRORS.items() if bits & bit)
-        raise (IndexError if bits & 8 else ValueError)(f"a round was given {found}. Nothing of these requests changed")
+        raise (IndexError if bits & 8 else ValueError)(refused(bits))
+
+
+def refused(bits: int) -> str:
+    """What the bits of `DeviceWindow.errors` say."""
+    found = "; ".join(text for bit, text in _ERRORS.items() if bits & bit)
+    return f"a round was given {found}. Nothing of these requests changed"

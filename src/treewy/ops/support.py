@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import cache
 from typing import Literal
 
 import torch
@@ -17,9 +18,9 @@ def unsupported_reason(
     dims: GDNDims, state: LayerState, rows: int, impl: Literal["triton", "cuda"] = "triton"
 ) -> str | None:
     """Why these kernels refuse windows of `rows` rows of such a layer; None where they take them."""
-    if importlib.util.find_spec("triton") is None:
+    if not _installed("triton"):
         return "the package triton is not installed"
-    if impl == "cuda" and importlib.util.find_spec("cuda") is None:
+    if impl == "cuda" and not _installed("cuda"):
         return "the package cuda-bindings is not installed"
     device = state.checkpoint.device
     if device.type != "cuda" and (impl == "cuda" or os.environ.get("TRITON_INTERPRET") != "1"):
@@ -56,6 +57,11 @@ def _layout_reason(dims: GDNDims, state: LayerState) -> str | None:
                 return f"{name} is not contiguous below its {'slots' if pool else 'first dimension'}"
             stride *= tensor.shape[dim]
     return None
+
+
+@cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def _not_for_triton(dims: GDNDims, state: LayerState) -> str | None:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention, _encode_layer_name
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.platforms import current_platform
 
 from treewy import ops
 from treewy.ops import GatedNorm, GDNDims, GDNParams, Impl, LayerState
-from treewy.vllm.metadata import Round, TreeWYBackend, TreeWYMetadata
+from treewy.vllm.metadata import NULL_BLOCK, Prompts, Round, TreeWYBackend, TreeWYMetadata
 from treewy.vllm.options import active
 from treewy.vllm.running import RunningState, state_spec
 
@@ -25,6 +25,7 @@ class GatedDeltaNetLayer(QwenGatedDeltaNetAttention):  # type: ignore[misc]
     running: RunningState | None = None
     """State of the running requests, shared by all layers; None where TreeWY is not active."""
     params: GDNParams | None = None
+    _state: LayerState | None = None
 
     def __init__(self, config: Any, vllm_config: Any, prefix: str = "", *args: Any, **kwargs: Any) -> None:
         super().__init__(config, vllm_config, prefix, *args, **kwargs)
@@ -37,6 +38,7 @@ class GatedDeltaNetLayer(QwenGatedDeltaNetAttention):  # type: ignore[misc]
             if isinstance(layer, GatedDeltaNetLayer) and layer is not self
         ]
         self.index = len(others)
+        """Place among the layers of the pieces in `running`; `commit.Group` makes layers of a group neighbours."""
         self.running = (
             others[0].running
             if others
@@ -105,54 +107,78 @@ class GatedDeltaNetLayer(QwenGatedDeltaNetAttention):  # type: ignore[misc]
     @property
     def state(self) -> LayerState:
         """What the operations read and write: blocks of the engine's pool, and the running requests' rows."""
-        assert self.running is not None
         conv, checkpoint = self.kv_cache[:2]
-        if current_platform.is_cpu():
-            # vLLM's CPU kernels keep [dk, dv] where its shape says [dv, dk].
-            slots, heads, dv, dk = checkpoint.shape
-            checkpoint = checkpoint.view(slots, heads, dk, dv).transpose(-1, -2)
-        return self.running.layer(self.index, checkpoint, conv)
+        if self._state is None or self._state.conv is not conv:
+            assert self.running is not None
+            if current_platform.is_cpu():
+                # vLLM's CPU kernels keep [dk, dv] where its shape says [dv, dk].
+                slots, heads, dv, dk = checkpoint.shape
+                checkpoint = checkpoint.view(slots, heads, dk, dv).transpose(-1, -2)
+            self._state = self.running.layer(self.index, checkpoint, conv)
+        return self._state
+
+    def move(self, index: int) -> None:
+        """Gives the layer another place in the pieces; before anything runs."""
+        self.index, self._state = index, None
 
     # A step
 
+    def forward_cuda(self, hidden_states: Tensor) -> Tensor:
+        """As vLLM's; outputs are not zeroed first, as all are written."""
+        if self.running is None or not self.enable_fused_gdn_spec_decode or hidden_states.dtype != torch.bfloat16:
+            return super().forward_cuda(hidden_states)  # type: ignore[no-any-return]
+        mixed_qkvz, _ = self.in_proj_qkvz(hidden_states)
+        ba, _ = self.in_proj_ba(hidden_states)
+        out = mixed_qkvz.new_empty(hidden_states.shape[0], self.dims.num_v_heads, self.dims.head_v_dim)
+        name = _encode_layer_name(self.prefix)
+        torch.ops.vllm.qwen_gdn_attention_core_fused_norm_packed(mixed_qkvz, ba, out, layer_name=name)
+        projected: Tensor = self.out_proj(out.flatten(-2))[0]
+        return projected
+
     def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
-        if self.running is None:
-            super()._forward_core(mixed_qkv, b, a, core_attn_out)
-            return
         metadata = self._metadata()
-        if metadata is None:
-            if not current_platform.is_cpu():
-                super()._forward_core(mixed_qkv, b, a, core_attn_out)  # warms its kernels up
-            return
-        self._engine_rows(metadata, mixed_qkv, b, a, None, core_attn_out)
-        if metadata.round is not None:
-            self._windows(metadata.round, mixed_qkv, b, a, None, core_attn_out)
+        if metadata is not None:
+            self._step(metadata, mixed_qkv, b, a, None, core_attn_out)
+        elif self.running is None or not current_platform.is_cpu():
+            super()._forward_core(mixed_qkv, b, a, core_attn_out)  # vLLM's layer, or a run that warms its kernels up
 
     def _forward_core_fused_norm_packed(self, mixed_qkvz: Tensor, ba: Tensor, core_attn_out: Tensor) -> None:
-        if self.running is None:
-            super()._forward_core_fused_norm_packed(mixed_qkvz, ba, core_attn_out)
-            return
         metadata = self._metadata()
-        if metadata is None:
-            if not current_platform.is_cpu():
-                super()._forward_core_fused_norm_packed(mixed_qkvz, ba, core_attn_out)
+        if metadata is not None:
+            dims = self.dims
+            mixed_qkv, z = mixed_qkvz.split([dims.conv_dim, dims.value_dim], dim=-1)
+            b, a = self.split_ba(ba)
+            z = z.unflatten(-1, (dims.num_v_heads, dims.head_v_dim))
+            self._step(metadata, mixed_qkv, b, a, z, core_attn_out)
+            core_attn_out[metadata.num_actual_tokens :].zero_()
             return
-        dims = self.dims
-        mixed_qkv, z = mixed_qkvz.split([dims.conv_dim, dims.value_dim], dim=-1)
-        z = z.unflatten(-1, (dims.num_v_heads, dims.head_v_dim))
-        b, a = self.split_ba(ba)
-        self._engine_rows(metadata, mixed_qkv, b, a, z, core_attn_out)
-        if metadata.round is not None:
-            self._windows(metadata.round, mixed_qkv, b, a, z, core_attn_out)
+        if self.running is not None:
+            core_attn_out.zero_()
+        if self.running is None or not current_platform.is_cpu():
+            super()._forward_core_fused_norm_packed(mixed_qkvz, ba, core_attn_out)
 
     def _metadata(self) -> TreeWYMetadata | None:
+        """Of the step; None where TreeWY is not active, and in runs without requests."""
         every = get_forward_context().attn_metadata
         found = every.get(self.prefix) if isinstance(every, dict) else None
-        assert found is None or isinstance(found, TreeWYMetadata)
-        return found
+        return found if isinstance(found, TreeWYMetadata) else None
+
+    def _step(
+        self, metadata: TreeWYMetadata, mixed_qkv: Tensor, b: Tensor, a: Tensor, z: Tensor | None, out: Tensor
+    ) -> None:
+        if metadata.prompts is not None:
+            every = get_forward_context().attn_metadata
+            every[self.prefix] = metadata.prompts.batch
+            try:
+                self._prompts(metadata.prompts, mixed_qkv, b, a, z, out)
+            finally:
+                every[self.prefix] = metadata
+        if metadata.round is not None:
+            self._windows(metadata.round, mixed_qkv, b, a, z, out)
 
     def _windows(self, round: Round, mixed_qkv: Tensor, b: Tensor, a: Tensor, z: Tensor | None, out: Tensor) -> None:
         assert self.params is not None
+        in_order = round.tokens is None
         norm = None if z is None else GatedNorm(round.windows(z), self.norm.weight, self.norm.eps)
         rows = ops.verify(
             self.state,
@@ -163,43 +189,35 @@ class GatedDeltaNetLayer(QwenGatedDeltaNetAttention):  # type: ignore[misc]
             self.params,
             fold_always=self.fold_always,
             norm=norm,
+            out=round.windows(out) if in_order else None,
         )
-        round.scatter(rows, out)
+        if not in_order:
+            round.scatter(rows, out)
+
+    def _prompts(
+        self, prompts: Prompts, mixed_qkv: Tensor, b: Tensor, a: Tensor, z: Tensor | None, out: Tensor
+    ) -> None:
+        """Prompt rows: whatever is pending is folded, then vLLM's kernels take the block and leave a plain state."""
+        if prompts.requests is not None:
+            self._fold(prompts.slots, prompts.requests)
+        tokens = prompts.tokens
+        in_order = isinstance(tokens, slice)
+        mixed_qkv, b, a = mixed_qkv[tokens], b[tokens].contiguous(), a[tokens].contiguous()
+        rows = out[tokens] if in_order else torch.empty_like(out[: mixed_qkv.shape[0]])
+        if current_platform.is_cpu():
+            torch.ops.vllm.cpu_gdn_attention_core(mixed_qkv, b, a, rows, self.prefix)
+        else:
+            super()._forward_core(mixed_qkv, b, a, rows)
+        if z is not None and current_platform.is_cpu():
+            rows.copy_(self.norm(rows, z[tokens]))
+        elif z is not None:
+            self._rms_norm_gated_cuda(rows, z[tokens], rows)
+        if not in_order:
+            out[tokens] = rows
 
     def _fold(self, slots: Tensor, requests: Tensor) -> None:
+        slots = torch.where(slots != NULL_BLOCK, slots.long(), -1)
         if self.impl == "torch":  # which takes no padding
             real = slots >= 0
             slots, requests = slots[real], requests[real]
         ops.fold(self.state, slots, requests, impl=self.impl)
-
-    def _engine_rows(
-        self, metadata: TreeWYMetadata, mixed_qkv: Tensor, b: Tensor, a: Tensor, z: Tensor | None, out: Tensor
-    ) -> None:
-        """Prompt rows: whatever is pending is folded, then vLLM's kernels take the block and leave a plain state."""
-        engine = metadata.engine
-        if engine is None:
-            return
-        assert metadata.engine_slots is not None
-        assert metadata.engine_requests is not None
-        self._fold(metadata.engine_slots, metadata.engine_requests)
-        tokens = metadata.non_spec_token_indx if metadata.round is not None else None
-        count = engine.num_actual_tokens
-        if tokens is None:
-            mixed_qkv, b, a, rows = mixed_qkv[:count], b[:count], a[:count], out[:count]
-        else:
-            mixed_qkv, b, a = mixed_qkv[tokens], b[tokens], a[tokens]
-            rows = out.new_zeros(count, *out.shape[1:])
-        every = get_forward_context().attn_metadata
-        every[self.prefix] = engine
-        try:
-            if current_platform.is_cpu():
-                torch.ops.vllm.cpu_gdn_attention_core(mixed_qkv, b.contiguous(), a.contiguous(), rows, self.prefix)
-            else:
-                super()._forward_core(mixed_qkv.contiguous(), b.contiguous(), a.contiguous(), rows)
-        finally:
-            every[self.prefix] = metadata
-        if z is not None:
-            gate = z[:count] if tokens is None else z[tokens]
-            rows.copy_(self.norm(rows, gate))
-        if tokens is not None:
-            out[tokens] = rows

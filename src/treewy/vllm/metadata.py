@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.gdn_attn import (
     GDNAttentionBackend,
     GDNAttentionMetadata,
     GDNAttentionMetadataBuilder,
 )
+from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
 from treewy import ops
 from treewy.ops import DeviceWindow, Window
 from treewy.vllm.chains import chain_batch
 
+Places = np.ndarray[Any, np.dtype[np.int64]]
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
 NULL_BLOCK = 0
 """vLLM's block of padding rows."""
+
+
+class Rows(NamedTuple):
+    """Some requests of a batch, or some of its tokens."""
+
+    places: Places
+    """[n] their places in the batch, on the host."""
+    where: slice | Tensor
+    """The same as an index on the device: a slice where they follow each other."""
+
+    @property
+    def leading(self) -> bool:
+        """Whether they are the first of the batch."""
+        return isinstance(self.where, slice) and self.where.start == 0
 
 
 @dataclass
@@ -30,7 +49,7 @@ class Round:
     slots: Tensor
     """[B] int64, block of each window's request; -1 for padding."""
     requests: Tensor
-    """[B] int64, request slot."""
+    """[B] int64, request slot; -1 for padding."""
     committed: Tensor
     """[B] tokens that were committed before this step."""
     block_table: Tensor
@@ -41,7 +60,7 @@ class Round:
     most: int
     """T."""
     tokens: Tensor | None
-    """[B, T] token of each row, any past the end of a window; None where tokens are the rows, in order."""
+    """[B, T] token of each row, any past the end of a window; None where the first B * T tokens are the rows."""
     places: Tensor | None
     """[n] int64, place in [B * T] of each token that is in a window; None likewise."""
     owners: Tensor | None
@@ -52,16 +71,25 @@ class Round:
         if self.tokens is not None:
             return per_token[self.tokens]
         batch = self.slots.shape[0]
-        rows = per_token.shape[0] // batch
-        return per_token.view(batch, rows, *per_token.shape[1:])
+        return per_token[: batch * self.most].view(batch, self.most, *per_token.shape[1:])
 
     def scatter(self, rows: Tensor, per_token: Tensor) -> None:
-        """Writes [B, T, …] to the tokens of the windows, [tokens, …]."""
-        flat = rows.flatten(0, 1)
-        if self.owners is None:
-            per_token[: flat.shape[0]] = flat
-        else:
-            per_token[self.owners] = flat[self.places]
+        """Writes [B, T, …] to the tokens of the windows, [tokens, …], where these are not the first ones in order."""
+        per_token[self.owners] = rows.flatten(0, 1)[self.places]
+
+
+@dataclass
+class Prompts:
+    """What of a step is left to vLLM's kernels, for the layers of one KV-cache group; P requests."""
+
+    batch: GDNAttentionMetadata
+    """As if it were a batch of its own."""
+    tokens: slice | Tensor
+    """Their tokens."""
+    slots: Tensor
+    """[P] their blocks."""
+    requests: Tensor | None
+    """[P] request slots; None where none of them can have pending rows."""
 
 
 @dataclass
@@ -70,12 +98,12 @@ class TreeWYMetadata(GDNAttentionMetadata):  # type: ignore[misc]
 
     round: Round | None = None
     """None where no row is a window."""
-    engine: GDNAttentionMetadata | None = None
-    """What is left to vLLM's kernels, as if it were the whole batch; None where nothing is."""
-    engine_slots: Tensor | None = None
-    """[P] blocks of the rows that are left to vLLM's kernels."""
-    engine_requests: Tensor | None = None
-    """[P] their request slots."""
+    prompts: Prompts | None = None
+    """None where all are."""
+    common: Any = None
+    """vLLM's metadata of the whole batch, of the first KV-cache group."""
+    window_rows: Rows | None = None
+    prompt_rows: Rows | None = None
 
 
 class TreeWYBackend(GDNAttentionBackend):  # type: ignore[misc]
@@ -88,15 +116,14 @@ class TreeWYBackend(GDNAttentionBackend):  # type: ignore[misc]
 
 
 class TreeWYMetadataBuilder(GDNAttentionMetadataBuilder):  # type: ignore[misc]
-    """Builds it once a step and KV-cache group."""
+    """Builds it for the first KV-cache group of a step; the others have other blocks, and all else in common."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         context = vllm_config.compilation_config.static_forward_context
         self.layers = [context[name] for name in layer_names]
         self.running = self.layers[0].running
-        # One block a request, where vLLM's own builder stages one a row.
-        self.spec_state_indices_tensor = torch.empty(self.decode_cudagraph_max_bs, 1, dtype=torch.int32, device=device)
+        self.supports_update_block_table = True
         self._buffers: dict[int, DeviceWindow] = {}
 
     def build(
@@ -107,111 +134,158 @@ class TreeWYMetadataBuilder(GDNAttentionMetadataBuilder):  # type: ignore[misc]
         num_decode_draft_tokens_cpu: Tensor | None = None,
         fast_build: bool = False,
     ) -> TreeWYMetadata:
-        """As vLLM's builder. A row longer than a window (a capture dummy) is left to vLLM's kernels."""
-        batch = common_attn_metadata
-        lengths = batch.query_start_loc_cpu.diff()
+        """Arguments as vLLM's builder. A row longer than a window (a capture dummy) is left to vLLM's kernels."""
+        common = common_attn_metadata
+        lengths = np.diff(common.query_start_loc_cpu.numpy())
+        is_window = np.zeros_like(lengths, dtype=bool)
         if num_decode_draft_tokens_cpu is not None:
-            too_long = lengths[: num_decode_draft_tokens_cpu.shape[0]] > self.num_spec + 1
-            num_decode_draft_tokens_cpu = num_decode_draft_tokens_cpu.masked_fill(too_long, -1)
-        built = super().build(
-            common_prefix_len, batch, num_accepted_tokens, num_decode_draft_tokens_cpu, fast_build=fast_build
+            drafted = num_decode_draft_tokens_cpu.numpy()
+            is_window[: len(drafted)] = (drafted >= 0) & (lengths[: len(drafted)] <= self.num_spec + 1)
+        is_prompt = ~is_window & (lengths > 0)
+        prompts = bool(is_prompt.any())
+        metadata = TreeWYMetadata(
+            num_prefills=0,
+            num_prefill_tokens=0,
+            num_decodes=0,
+            num_decode_tokens=0,
+            num_spec_decodes=int(is_window.sum()),
+            num_spec_decode_tokens=int(lengths[is_window].sum()),
+            num_actual_tokens=common.num_actual_tokens,
+            common=common,
         )
-        metadata = TreeWYMetadata(**{field.name: getattr(built, field.name) for field in fields(built)})
-        windows = built.spec_sequence_masks_cpu
-        if windows is None:
-            self._leave_to_engine(metadata, built, torch.ones_like(lengths, dtype=torch.bool), lengths)
-            return metadata
-        metadata.round = self._round(built, batch, windows, lengths)
-        if built.num_prefills:
-            self._leave_to_engine(
-                metadata,
-                replace(
-                    built,
-                    num_actual_tokens=built.num_prefill_tokens,
-                    num_spec_decodes=0,
-                    num_spec_decode_tokens=0,
-                    spec_query_start_loc=None,
-                    spec_state_indices_tensor=None,
-                    spec_sequence_masks=None,
-                    spec_sequence_masks_cpu=None,
-                    spec_token_indx=None,
-                    non_spec_token_indx=None,
-                    num_accepted_tokens=None,
-                ),
-                ~windows,
-                lengths,
-            )
+        if metadata.num_spec_decodes:
+            # Without prompts the padding of a captured graph comes along, which has no tokens.
+            metadata.window_rows = self._rows(is_window if prompts else np.ones_like(is_window))
+            metadata.round = self._round(metadata.window_rows, lengths, common)
+        if prompts:
+            metadata.prompt_rows = self._rows(is_prompt)
+            metadata.prompts = self._prompts(metadata.prompt_rows, lengths, common)
+        self.running.note_windows(is_window)
         return metadata
 
-    def _leave_to_engine(
-        self, metadata: TreeWYMetadata, built: GDNAttentionMetadata, rows: Tensor, lengths: Tensor
-    ) -> None:
-        chosen = rows.nonzero().flatten()
-        real = async_tensor_h2d(lengths[chosen] > 0, device=self.device)
-        requests = self.running.requests[async_tensor_h2d(chosen, device=self.device)]
-        assert built.non_spec_state_indices_tensor is not None
-        slots = built.non_spec_state_indices_tensor[: chosen.shape[0]].long()
-        metadata.engine = built
-        metadata.engine_slots = torch.where(real & (slots != NULL_BLOCK) & (requests >= 0), slots, -1)
-        metadata.engine_requests = requests
+    def update_block_table(self, metadata: TreeWYMetadata, blk_table: Tensor, slot_mapping: Tensor) -> TreeWYMetadata:
+        """The same step for another KV-cache group: other blocks, and all else as it is; arguments as vLLM's."""
+        current = self._current(blk_table, metadata.common.seq_lens)
+        round, prompts = metadata.round, metadata.prompts
+        if round is not None:
+            assert metadata.window_rows is not None
+            window, slots, requests = self._plan(metadata.window_rows, round.most, current, metadata.common)
+            table = blk_table[metadata.window_rows.where]
+            round = replace(round, window=window, slots=slots, requests=requests, block_table=table)
+        if prompts is not None:
+            assert metadata.prompt_rows is not None
+            where, batch = metadata.prompt_rows.where, prompts.batch
+            slots, checkpoint = current[where], batch.checkpoint
+            mine = replace(
+                batch,
+                non_spec_state_indices_tensor=slots,
+                prefill_state_indices=slots[batch.num_decodes :] if batch.num_prefills else None,
+                checkpoint=None if checkpoint is None else checkpoint.regather_state_indices(blk_table[where]),
+            )
+            prompts = replace(prompts, batch=mine, slots=slots)
+        return replace(metadata, round=round, prompts=prompts)
 
-    def _round(self, built: GDNAttentionMetadata, batch: Any, windows: Tensor, lengths: Tensor) -> Round:
-        """Of the rows in `windows`; where all are, padding of a captured graph included, which has no tokens."""
-        mixed = built.num_prefills > 0
-        slots = built.spec_state_indices_tensor[:, 0].long()
-        chosen = windows.nonzero().flatten() if mixed else torch.arange(slots.shape[0])
-        where = async_tensor_h2d(chosen, device=self.device) if mixed else slice(slots.shape[0])
-        requests = self.running.requests[where]
-        slots = torch.where((slots != NULL_BLOCK) & (requests >= 0), slots, -1)
-        rows = lengths[chosen]
-        most = max(int(rows.max()), 1)
+    def _current(self, block_table: Tensor, seq_lens: Tensor) -> Tensor:
+        """[requests] the block that each request is in."""
+        mode = self.vllm_config.cache_config.mamba_cache_mode
+        table: Tensor = mamba_get_block_table_tensor(block_table, seq_lens, self.kv_cache_spec, mode)
+        return table[:, 0]
+
+    def _rows(self, mask: Mask) -> Rows:
+        """Those in a mask; nothing is copied to the device where they follow each other."""
+        places = np.flatnonzero(mask)
+        first, end = int(places[0]), int(places[-1]) + 1
+        together = end - first == len(places)
+        return Rows(places, slice(first, end) if together else async_tensor_h2d(places, device=self.device))
+
+    def _prompts(self, rows: Rows, lengths: Places, common: Any) -> Prompts:
+        is_prompt = np.zeros_like(lengths, dtype=bool)
+        is_prompt[rows.places] = True
+        tokens = self._rows(is_prompt.repeat(lengths)).where
+        mine = lengths[rows.places]
+        starts = np.concatenate([[0], mine.cumsum()]).astype(np.int32)
+        on_host = torch.from_numpy(rows.places)
+        batch = super().build(
+            0,
+            common.replace(
+                query_start_loc=async_tensor_h2d(starts, device=self.device),
+                query_start_loc_cpu=torch.from_numpy(starts),
+                seq_lens=common.seq_lens[rows.where],
+                seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound[on_host],
+                is_prefilling=common.is_prefilling[on_host],
+                num_reqs=len(mine),
+                num_actual_tokens=int(starts[-1]),
+                max_query_len=int(mine.max()),
+                block_table_tensor=common.block_table_tensor[rows.where],
+                slot_mapping=common.slot_mapping[tokens],
+                _num_computed_tokens_cache=None,
+                _token_to_req_indices_cache=None,
+            ),
+        )
+        slots = batch.non_spec_state_indices_tensor
+        assert slots is not None
+        requests = self.running.requests[rows.where] if self.running.may_be_pending(rows.places) else None
+        return Prompts(batch, tokens, slots, requests)
+
+    def _round(self, rows: Rows, lengths: Places, common: Any) -> Round:
+        mine = lengths[rows.places]
+        most = max(int(mine.max()), 1)
         tokens = places = owners = None
-        if mixed or not bool((rows[rows > 0] == most).all()):
-            row = torch.arange(most)
-            real = row < rows[:, None]
-            of_row = (batch.query_start_loc_cpu[chosen][:, None] + row).long()
+        if not rows.leading or not (mine[mine > 0] == most).all():
+            row = np.arange(most)
+            real = row < mine[:, None]
+            of_row = common.query_start_loc_cpu.numpy()[rows.places][:, None].astype(np.int64) + row
             owners = async_tensor_h2d(of_row[real], device=self.device)
-            tokens = async_tensor_h2d(of_row.masked_fill(~real, 0), device=self.device)
-            places = async_tensor_h2d(real.flatten().nonzero().flatten(), device=self.device)
+            tokens = async_tensor_h2d(np.where(real, of_row, 0), device=self.device)
+            places = async_tensor_h2d(np.flatnonzero(real), device=self.device)
+        current = self._current(common.block_table_tensor, common.seq_lens)
+        window, slots, requests = self._plan(rows, most, current, common)
         return Round(
-            window=self._plan(async_tensor_h2d(rows, device=self.device), slots, requests, most),
+            window=window,
             slots=slots,
             requests=requests,
-            committed=batch.compute_num_computed_tokens()[where],
-            block_table=batch.block_table_tensor[where],
+            committed=common.compute_num_computed_tokens()[rows.where],
+            block_table=common.block_table_tensor[rows.where],
             block_size=self.kv_cache_spec.block_size,
-            may_fill=self._may_fill(batch.seq_lens_cpu_upper_bound[chosen], rows),
+            may_fill=self._may_fill(common.seq_lens_cpu_upper_bound.numpy()[rows.places], mine),
             most=most,
             tokens=tokens,
             places=places,
             owners=owners,
         )
 
-    def _may_fill(self, seq_lens: Tensor, rows: Tensor) -> bool:
+    def _may_fill(self, seq_lens: Places, rows: Places) -> bool:
         """Asked on the host, which may be two windows ahead of the device: rather too often than not often enough."""
         if self.vllm_config.cache_config.mamba_cache_mode != "align":
             return False
         size = self.kv_cache_spec.block_size
-        behind = (seq_lens - rows - 2 * (self.num_spec + 1)).clamp(min=0)
+        behind = np.maximum(seq_lens - rows - 2 * (self.num_spec + 1), 0)
         return bool((seq_lens // size > behind // size).any())
 
-    def _plan(self, rows: Tensor, slots: Tensor, requests: Tensor, most: int) -> Window | DeviceWindow:
-        layer = self.layers[0]
-        trees = chain_batch(rows, most, layer.dims.conv_width)
-        sizes = {"num_slots": layer.kv_cache[0].shape[0], "num_requests": self.running.num_requests}
+    def _plan(
+        self, rows: Rows, most: int, current: Tensor, common: Any
+    ) -> tuple[Window | DeviceWindow, Tensor, Tensor]:
+        """The plan of these windows of at most `most` rows, and [B] slots and requests, -1 for padding."""
+        layer, running = self.layers[0], self.running
+        sizes = {"num_slots": layer.kv_cache[0].shape[0], "num_requests": running.num_requests}
         if layer.impl == "torch":
-            planned: Window = ops.plan(trees, slots, requests, **sizes)
-            return planned
+            slots = current[rows.where].long()
+            requests = F.pad(running.requests, (0, current.shape[0] - running.requests.shape[0]), value=-1)[rows.where]
+            slots = torch.where((slots != NULL_BLOCK) & (requests >= 0), slots, -1)
+            trees = chain_batch(common.query_start_loc.diff()[rows.where], most, layer.dims.conv_width)
+            return ops.plan(trees, slots, requests, **sizes), slots, requests
         # Captured graphs read these buffers, so windows of a length always have the same ones.
         if most not in self._buffers:
-            self._buffers[most] = DeviceWindow.empty(
-                self.running.num_requests,
+            buffers = DeviceWindow.empty(
+                running.num_requests,
                 most,
                 device=self.device,
                 conv_width=layer.dims.conv_width,
                 impl=layer.impl,
                 **sizes,
             )
-        window = self._buffers[most].first(slots.shape[0])
-        window.update(trees, slots, requests)
-        return window
+            self._buffers[most] = replace(buffers, errors=running.errors)
+        window = self._buffers[most].first(len(rows.places))
+        chosen = None if rows.leading else async_tensor_h2d(rows.places, device=self.device)
+        window.update_chains(common.query_start_loc, current, running.requests, chosen=chosen, padding=NULL_BLOCK)
+        return window, window.slots, window.requests

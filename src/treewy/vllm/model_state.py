@@ -9,11 +9,10 @@ from torch import Tensor
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
-from treewy import ops
+from treewy.vllm.commit import Group
 from treewy.vllm.layer import GatedDeltaNetLayer
 from treewy.vllm.metadata import Round, TreeWYMetadata
 from treewy.vllm.metrics import Meter, summary
-from treewy.vllm.prefix_cache import full_blocks, inputs_at_end, publish
 
 logger = init_logger("vllm.treewy")
 
@@ -35,9 +34,20 @@ class TreeWYModelState(MambaHybridModelState):  # type: ignore[misc]
         self.layers = {layer.prefix: layer for layer in layers}
         assert layers[0].running is not None
         self.running = layers[0].running
-        self.rounds: list[tuple[Round, list[GatedDeltaNetLayer]]] = []
+        self.groups: list[Group] = []
+        self.rounds: list[tuple[Group, Round]] = []
         self.meter = Meter(self.running)
         logger.info(summary(self.running))
+
+    def initialize_kv_cache(self, kv_cache_config: Any, block_tables: Any) -> None:
+        """Blocks are allocated."""
+        super().initialize_kv_cache(kv_cache_config, block_tables)
+        self.groups, count = [], 0
+        for group in kv_cache_config.kv_cache_groups:
+            mine = [self.layers[name] for name in group.layer_names if name in self.layers]
+            if mine:
+                self.groups.append(Group(mine, count))
+                count += len(mine)
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         """A request is admitted, for the first time or after preemption."""
@@ -46,16 +56,14 @@ class TreeWYModelState(MambaHybridModelState):  # type: ignore[misc]
 
     def prepare_attn(self, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Builds the step's metadata; arguments as vLLM's."""
-        self.running.stage(input_batch.idx_mapping)
+        self.running.stage(input_batch.idx_mapping, input_batch.idx_mapping_np)
         metadata = super().prepare_attn(input_batch, *args, **kwargs)
         self.rounds = []
         if not kwargs.get("for_capture", False):
-            by_round: dict[int, tuple[Round, list[GatedDeltaNetLayer]]] = {}
-            for name, layer in self.layers.items():
-                found = metadata.get(name)
+            for group in self.groups:
+                found = metadata.get(group.layers[0].prefix)
                 if isinstance(found, TreeWYMetadata) and found.round is not None:
-                    by_round.setdefault(id(found.round), (found.round, []))[1].append(layer)
-            self.rounds = list(by_round.values())
+                    self.rounds.append((group, found.round))
             if self.rounds:
                 self.meter.before_step()
         return metadata
@@ -67,25 +75,11 @@ class TreeWYModelState(MambaHybridModelState):  # type: ignore[misc]
         rounds, self.rounds = self.rounds, []
         if rounds:
             assert num_computed_tokens is not None
-            for round, layers in rounds:
-                accepted = _commit(round, layers, num_computed_tokens)
-                if layers[0].index == 0:
-                    self.meter.after_commit(round.requests, accepted, round.slots >= 0)
+            _, round = rounds[0]  # groups differ in their blocks alone
+            accepted = num_computed_tokens[round.requests] - round.committed
+            if self.groups[0].impl == "torch":  # which reads the length of padding too
+                accepted = torch.where(round.slots >= 0, accepted, 1)
+            for group, round in rounds:
+                group.commit(round, accepted)
+            self.meter.after_commit(round.requests, accepted, round.slots)
         super().postprocess_state(idx_mapping, 1, num_computed_tokens)
-
-
-def _commit(round: Round, layers: list[GatedDeltaNetLayer], num_computed_tokens: Tensor) -> Tensor:
-    """Returns [B] accepted rows."""
-    impl = layers[0].impl
-    committed = num_computed_tokens[round.requests.clamp(min=0)]
-    accepted = torch.where(round.slots >= 0, committed - round.committed, 1)
-    path = torch.arange(round.most, device=accepted.device)
-    paths = path.expand(accepted.shape[0], -1)
-    full = full_blocks(round, accepted, impl=impl)
-    for layer in layers:
-        state = layer.state
-        inputs = None if full is None else inputs_at_end(state, full, path)
-        ops.commit(state, round.window, paths, accepted)
-        if full is not None and inputs is not None:
-            publish(state, full, inputs, impl=impl)
-    return accepted

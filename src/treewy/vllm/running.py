@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from treewy.ops import GDNDims, LayerState
 from treewy.state import StateSpec
 from treewy.vllm.options import Options, window_rows
 
+Slots = np.ndarray[Any, np.dtype[np.int64]]
 IN_BLOCK = ("checkpoint", "conv")
 """Pieces of a request's state that are in the engine's block; all others are here."""
 
@@ -72,8 +74,12 @@ class RunningState:
             for name, (shape, dtype) in spec.pieces().items()
             if name not in IN_BLOCK
         }
-        self.requests = torch.full((num_requests,), -1, dtype=torch.int64, device=device)
-        """Request slot of each row of the running step's batch; -1 where there is no request."""
+        self.requests = torch.zeros(0, dtype=torch.int64, device=device)
+        """[requests] request slot of each of the step's batch, without padding; vLLM's own tensor."""
+        self.errors = torch.zeros(1, dtype=torch.int32, device=device)
+        """What kernels refused, see `treewy.ops.DeviceWindow`; common to all plans."""
+        self._names = np.zeros(0, dtype=np.int64)
+        self._windowed = np.zeros(num_requests, dtype=bool)
 
     @property
     def nbytes(self) -> int:
@@ -86,11 +92,18 @@ class RunningState:
 
     def reset(self, request: int) -> None:
         """A new request takes this slot: nothing is pending, whatever the last one left behind."""
+        self._windowed[request] = False
         for name in ("pending", "window_rows", "end"):
             self.pieces[name][:, request] = 0
 
-    def stage(self, requests: Tensor) -> None:
-        """Notes the request slots of a batch, in the order of its rows."""
-        count = requests.numel()
-        self.requests[:count].copy_(requests)
-        self.requests[count:].fill_(-1)
+    def stage(self, requests: Tensor, names: Slots) -> None:
+        """Notes the request slots of a batch, in the order of its requests: on the device, and on the host."""
+        self.requests, self._names = requests, names
+
+    def note_windows(self, mask: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+        """Notes on the host which requests of the batch are windows in this step."""
+        self._windowed[self._names[mask[: len(self._names)]]] = True
+
+    def may_be_pending(self, places: Slots) -> bool:
+        """Whether any of these requests of the batch may have pending rows: whether it was a window since its start."""
+        return bool(self._windowed[self._names[places]].any())

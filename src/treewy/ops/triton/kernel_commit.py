@@ -3,7 +3,8 @@
 Per layer and request it moves the convolution's committed inputs along the path, moves the rows of the path together
 in the ring, and advances the counters. One program takes BLOCK channels of the convolution: their inputs, and the keys
 or values that they gave. The rows of a chain are where they belong, so of a chain only inputs move. A path that is none
-of the tree's, or for which there is no room, changes nothing and sets a bit in `errors`.
+of the tree's, or for which there is no room, changes nothing and sets a bit in `errors`. Where the path reaches the
+end of a block of an engine's prefix cache, the inputs at that end go into the block too: later they are gone.
 """
 
 # mypy: disable-error-code="assignment"
@@ -48,9 +49,22 @@ def move_rows(p_rows, p_path, accepted, end, ring, c, there, COLUMNS: tl.constex
         j += ROWS
 
 
+@triton.jit
+def inputs_after(p_committed, p_stash, p_path, accepted, c, there, C: tl.constexpr, KEPT: tl.constexpr):
+    """The last KEPT convolution inputs after `accepted` rows of the path: of the committed ones and the window's."""
+    inputs = ()
+    for i in tl.static_range(KEPT):
+        step = accepted + i - KEPT
+        row = tl.load(p_path + step, mask=step >= 0, other=0).to(tl.int64)
+        p_source = tl.where(step >= 0, p_stash + row * C, p_committed + (step + KEPT) * C)
+        inputs += (tl.load(p_source + c, mask=there),)
+    return inputs
+
+
 @triton.jit(do_not_specialize=["T", "P", "max_rows", "ring", "num_requests"])
 def commit_kernel(
-    p_conv,  # [layers, slots, KEPT, C]
+    p_conv,  # [layers, slots, KEPT, C]; of layer 0 where POOLS
+    p_pools,  # [layers], address of every layer's [slots, KEPT, C]; read if POOLS
     p_window_inputs,  # [layers, R, max_rows, C]
     p_window_rows,  # [layers, R]
     p_keys,  # [layers, R, ring, KEY]
@@ -65,6 +79,8 @@ def commit_kernel(
     p_path,  # [B, P]
     p_accepted,  # [B]
     p_errors,  # [1]
+    p_reached,  # [B], read if FULL, as is
+    p_full,  # [B]
     T,
     P,
     max_rows,
@@ -79,6 +95,8 @@ def commit_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr,
+    POOLS: tl.constexpr,
+    FULL: tl.constexpr,
 ):
     """Grid: tiles of channels; B; layers."""
     VALUE: tl.constexpr = C - 2 * KEY
@@ -120,15 +138,19 @@ def commit_kernel(
     # Place i of the new committed inputs: input `accepted + i` of the old ones and the path's, one after the other.
     c = first + tl.arange(0, BLOCK)
     in_layer = c < C
-    p_committed = p_conv + layer * conv_layer + slot * slot_stride
-    inputs = ()
-    for i in tl.static_range(KEPT):
-        step = accepted + i - KEPT
-        row = tl.load(p_path + step, mask=step >= 0, other=0).to(tl.int64)
-        p_source = tl.where(
-            step >= 0, p_window_inputs + (request * max_rows + row) * C, p_committed + (step + KEPT) * C
-        )
-        inputs += (tl.load(p_source + c, mask=in_layer),)
+    p_layer = p_conv + layer * conv_layer
+    if POOLS:
+        p_layer = tl.multiple_of(tl.load(p_pools + layer).to(p_conv.dtype), 16)
+    p_committed = p_layer + slot * slot_stride
+    p_stash = p_window_inputs + request * max_rows * C
+    inputs = inputs_after(p_committed, p_stash, p_path, accepted, c, in_layer, C, KEPT)
+    if FULL:
+        full = tl.load(p_full + place).to(tl.int64)
+        there = in_layer & (full >= 0)
+        reached = tl.load(p_reached + place).to(tl.int32)
+        inputs_at_end = inputs_after(p_committed, p_stash, p_path, reached, c, there, C, KEPT)
+        for i in tl.static_range(KEPT):
+            tl.store(p_layer + full * slot_stride + i * C + c, inputs_at_end[i], mask=there)
     tl.debug_barrier()
     for i in tl.static_range(KEPT):
         tl.store(p_committed + i * C + c, inputs[i], mask=in_layer)

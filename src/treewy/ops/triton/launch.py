@@ -136,10 +136,28 @@ def outputs(out: Tensor | None, like: Tensor, window: DeviceWindow, dims: GDNDim
     return out
 
 
-def commit(state: LayerState, window: DeviceWindow, path: Tensor, accepted: Tensor) -> None:
+def commit(
+    state: LayerState,
+    window: DeviceWindow,
+    path: Tensor,
+    accepted: Tensor,
+    *,
+    pools: Tensor | None = None,
+    full: tuple[Tensor, Tensor] | None = None,
+) -> None:
     """Accepts paths in all layers, in one launch. Arguments as `treewy.ops.commit`.
 
     What is wrong with a path is seen on the device: that request is left as it was, and `DeviceWindow.check` raises.
+
+    Args:
+        state: of one layer, or of all layers with a leading dimension.
+        window: plan.
+        path: [B, P] integer.
+        accepted: [B] integer.
+        pools: [layers] int64 addresses of the layers' convolution inputs where they are tensors of their own, all like
+            `state.conv[0]` and on 16 bytes; `state.conv` and `state.checkpoint` may be of one layer then.
+        full: [B] rows of each path up to the end of a block of the prefix cache, and [B] that block, which takes the
+            convolution inputs there; negative for none.
     """
     if state.checkpoint.dim() == 4:
         commit(LayerState(*(tensor[None] for tensor in state)), window, path, accepted)
@@ -149,12 +167,14 @@ def commit(state: LayerState, window: DeviceWindow, path: Tensor, accepted: Tens
     kept, channels = state.conv.shape[2:]
     block = 2048
     commit_kernel[triton.cdiv(channels, block), window.batch, layers](
-        state.conv, state.window_inputs, state.window_rows, state.keys, state.values, state.gates, state.end,
-        state.pending, window.slots, window.requests, window.tree_rows, window.parents, path.contiguous(),
-        accepted.contiguous(), window.errors, window.rows, path.shape[1], state.window_inputs.shape[2], ring,
-        num_requests, state.conv.stride(0), state.conv.stride(1), C=channels, KEPT=kept,
-        KEY=state.keys.shape[3] * state.keys.shape[4], HV=heads, BLOCK_S=triton.next_power_of_2(path.shape[1]),
-        BLOCK_H=triton.next_power_of_2(heads), BLOCK=block, num_warps=4,
+        state.conv, window.errors if pools is None else pools, state.window_inputs, state.window_rows, state.keys,
+        state.values, state.gates, state.end, state.pending, window.slots, window.requests, window.tree_rows,
+        window.parents, path.contiguous(), accepted.contiguous(), window.errors,
+        *(full or (window.errors, window.errors)), window.rows, path.shape[1],
+        state.window_inputs.shape[2], ring, num_requests, state.conv.stride(0), state.conv.stride(1), C=channels,
+        KEPT=kept, KEY=state.keys.shape[3] * state.keys.shape[4], HV=heads,
+        BLOCK_S=triton.next_power_of_2(path.shape[1]), BLOCK_H=triton.next_power_of_2(heads), BLOCK=block,
+        POOLS=pools is not None, FULL=full is not None, num_warps=4,
     )  # fmt: skip
 
 
