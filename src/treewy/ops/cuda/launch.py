@@ -170,14 +170,14 @@ def _check(
     reason = unsupported_reason(dims, state, window.rows, impl="cuda")
     if reason is not None:
         raise ValueError(f"the cuda implementation does not take this layer: {reason}")
-    for name in ("taps", "conv_bias", "neg_A", "dt_bias"):
+    for name, multiple in (("taps", 16), ("conv_bias", 16), ("neg_A", 4), ("dt_bias", 4)):
         tensor = getattr(params, name)
-        if tensor is not None and (
-            tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.data_ptr() % 16
+        if tensor is not None and not (
+            tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.data_ptr() % multiple == 0
         ):
             raise ValueError(
                 f"{name} is {tensor.dtype} with strides {tensor.stride()} at address {tensor.data_ptr()}; these "
-                "kernels take float32, contiguous, at a multiple of 16: as GDNParams.of makes it"
+                f"kernels take float32, contiguous, at a multiple of {multiple}: as GDNParams.of makes it"
             )
     gates = like.dtype if a.dtype == like.dtype else torch.float32
     _expect("a", a, (window.batch, window.rows, dims.num_v_heads), gates, state)
