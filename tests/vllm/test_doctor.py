@@ -1,7 +1,10 @@
 """`treewy doctor` beside the engine it speaks of."""
 
+from pathlib import Path
+
 import pytest
 
+from tests.vllm.checkpoint import write_checkpoint
 from tests.vllm.engine import prompts, running
 from treewy.vllm import doctor
 
@@ -47,6 +50,21 @@ def test_it_names_what_to_change(checkpoint, monkeypatch: pytest.MonkeyPatch) ->
     said = doctor.server([str(checkpoint), *SERVER, *MTP], cache_bytes=None, context=None)
     assert said.runner == "V1"
     assert "this server uses model runner V1" in said.problems[0]
+
+
+def test_ranks_share_the_heads(checkpoint, tmp_path: Path) -> None:
+    """Class 30: of a rank half of everything; heads that cannot be shared are a problem, not an exception."""
+    two_heads = write_checkpoint(tmp_path, key_heads=2, value_heads=4)
+    ranks = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
+    one = doctor.server([str(two_heads), *SERVER, *MTP], cache_bytes=None, context=None)
+    half = doctor.server([str(two_heads), *SERVER, *MTP, *ranks], cache_bytes=None, context=None)
+    assert half.problems == []
+    for whole, mine in zip(one.holdings, half.holdings, strict=True):
+        assert whole.states == 2 * mine.states
+        assert whole.running == pytest.approx(2 * mine.running, abs=64 * one.gdn_layers)  # counters are not shared
+    said = doctor.server([str(checkpoint), *SERVER, *MTP, *ranks], cache_bytes=None, context=None)
+    assert said.holdings == []
+    assert "linear_num_key_heads = 1 cannot be split over 2 ranks" in said.problems[0]
 
 
 def test_metrics_stand_beside_those_of_vllm(checkpoint) -> None:

@@ -17,10 +17,18 @@ def configuration(**changes: Any) -> SimpleNamespace:
         use_v2_model_runner=True,
         kv_transfer_config=None,
         model_config=SimpleNamespace(
-            architecture="Qwen3_5ForCausalLM", runner_type="generate", is_submodel_config=False
+            architecture="Qwen3_5ForCausalLM",
+            runner_type="generate",
+            is_submodel_config=False,
+            enable_sleep_mode=False,
+            hf_text_config=SimpleNamespace(linear_num_key_heads=2, linear_num_value_heads=6),
         ),
         parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1, enable_dbo=False
+            tensor_parallel_size=2,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            enable_dbo=False,
         ),
         cache_config=SimpleNamespace(use_replayssm=False, mamba_cache_mode="none", block_size=32),
         speculative_config=SimpleNamespace(
@@ -85,7 +93,14 @@ def test_a_server_that_can_be_served() -> None:
         ({"use_v2_model_runner": False}, "remove VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size is 2; it must be 1"),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
+        ({"parallel_config__tensor_parallel_size": 6}, "linear_num_key_heads = 2 cannot be split over 6 ranks: lower"),
+        (
+            {"parallel_config__tensor_parallel_size": 4},
+            "linear_num_value_heads = 6 cannot be split over 4 ranks",
+        ),
         ({"parallel_config__enable_dbo": True}, "enable_dbo"),
+        ({"speculative_config__method": "suffix"}, "the speculative method is suffix; use one of mtp, eagle"),
+        ({"model_config__enable_sleep_mode": True}, "enable_sleep_mode is set.*drop --enable-sleep-mode"),
         ({"speculative_config__enable_adaptive_verification": True}, "enable_adaptive_verification"),
         (
             {"speculative_config__method": "draft_model", "speculative_config__draft_model_config__is_hybrid": True},

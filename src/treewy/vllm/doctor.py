@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from treewy.state import CommitMode, StateSpec
 from treewy.vllm import hooks
-from treewy.vllm.options import KEY, Options, refusals
+from treewy.vllm.options import KEY, Options, refusals, unsplit_heads
 from treewy.vllm.running import IN_BLOCK, state_spec
 
 
@@ -94,7 +94,7 @@ def server(arguments: Sequence[str], *, cache_bytes: int | None, context: int | 
     attention = kinds.count("full_attention") + (1 if config.num_speculative_tokens else 0)
     context = context or config.model_config.max_model_len
     holdings = []
-    if "linear_attention" in kinds:
+    if "linear_attention" in kinds and not unsplit_heads(config):
         for mode in get_args(CommitMode):
             holdings.append(_holding(config, options, mode, attention, context, align, cache_bytes))
         asked = next(holding for holding in holdings if holding.mode == options.mamba_state_commit)

@@ -20,6 +20,8 @@ ARCHITECTURES = (
     "Qwen3_5MoeForConditionalGeneration",
 )
 """Models whose GDN layers are replaced."""
+CHAINS = ("mtp", "eagle", "eagle3", "draft_model", "ngram", "ngram_gpu", "dflash", "dspark")
+"""Speculative methods whose drafts are chains."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,11 @@ def refusals(vllm_config: Any) -> list[str]:
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:
             found.append(f"{name} is {size}; it must be 1 (use tensor_parallel_size)")
+    found += unsplit_heads(vllm_config)
     if getattr(parallel, "enable_dbo", False):
         found.append("enable_dbo is set; switch it off")
+    if speculative.method not in CHAINS:
+        found.append(f"the speculative method is {speculative.method}; use one of {', '.join(CHAINS)}")
     if getattr(speculative, "enable_adaptive_verification", False):
         found.append("enable_adaptive_verification is set in --speculative-config; switch it off")
     if speculative.method == "draft_model" and getattr(speculative.draft_model_config, "is_hybrid", False):
@@ -112,6 +117,8 @@ def refusals(vllm_config: Any) -> list[str]:
         found.append("use_replayssm is set; it and TreeWY replace the same thing: drop --use-replayssm")
     if getattr(vllm_config, "kv_transfer_config", None) is not None:
         found.append("kv_transfer_config is set; transfer of recurrent states between servers is not supported yet")
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        found.append("enable_sleep_mode is set; sleep may discard what is kept beside blocks: drop --enable-sleep-mode")
     if cache.mamba_cache_mode not in ("none", "align"):
         found.append(f"mamba_cache_mode is {cache.mamba_cache_mode!r}; use 'none' or 'align'")
     if conv_layout() != "SD":
@@ -124,6 +131,16 @@ def refusals(vllm_config: Any) -> list[str]:
             "longer than a block: raise block_size, or switch prefix caching off"
         )
     return found
+
+
+def unsplit_heads(vllm_config: Any) -> list[str]:
+    """Why the heads of the GDN layers cannot be shared out to the tensor-parallel ranks; empty where they can."""
+    model, ranks = vllm_config.model_config.hf_text_config, vllm_config.parallel_config.tensor_parallel_size
+    return [
+        f"tensor_parallel_size is {ranks}, and {name} = {heads} cannot be split over {ranks} ranks: lower it"
+        for name in ("linear_num_key_heads", "linear_num_value_heads")
+        if (heads := getattr(model, name, 0)) % ranks
+    ]
 
 
 def conv_layout() -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from treewy.ops import GDNDims, LayerState
 from treewy.state import StateSpec
-from treewy.vllm.options import Options, window_rows
+from treewy.vllm.options import Options, unsplit_heads, window_rows
 
 Slots = np.ndarray[Any, np.dtype[np.int64]]
 IN_BLOCK = ("checkpoint", "conv")
@@ -32,9 +32,8 @@ def state_spec(vllm_config: Any, options: Options) -> StateSpec:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     config = model.hf_text_config
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    for name in ("linear_num_key_heads", "linear_num_value_heads"):
-        if getattr(config, name) % ranks:
-            raise ValueError(f"treewy: {name} = {getattr(config, name)} cannot be split over {ranks} ranks")
+    if reasons := unsplit_heads(vllm_config):
+        raise ValueError("treewy: " + "; ".join(reasons))
     input_dtype, state_dtype = MambaStateDtypeCalculator.gated_delta_net_state_dtype(
         model.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
     )
