@@ -23,6 +23,10 @@ STATE_ERROR = 0.05
 """Relative, of states and convolution inputs in bf16 activations. Without a fault they stay below 0.025."""
 
 
+States = tuple[int, list[torch.Tensor], list[torch.Tensor]]
+"""Of a request: committed tokens, and per GDN layer state [HV, dv, dk] and convolution inputs [3, C]."""
+
+
 class Engine:
     """One vLLM engine; `settings` are vLLM's."""
 
@@ -55,7 +59,10 @@ class Engine:
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
-        self.runner = self.core.model_executor.driver_worker.worker.model_runner
+        self.executor = self.core.model_executor
+        alone = arguments.get("tensor_parallel_size", 1) == 1
+        self.runner = self.executor.driver_worker.worker.model_runner if alone else None
+        """None where the workers are processes of their own."""
         self.emitted: dict[str, list[int]] = {}
         self.cached: dict[str, int] = {}
         """Prompt tokens of each request that came from the prefix cache."""
@@ -63,14 +70,15 @@ class Engine:
 
     # Requests
 
-    def add(self, prompt: Sequence[int], tokens: int) -> str:
-        """Queues a greedy request; returns its name."""
+    def add(self, prompt: Sequence[int], tokens: int, *, lora: Any = None, **sampling: Any) -> str:
+        """Queues a greedy request, with other sampling parameters and an adapter where given; returns its name."""
         from vllm import SamplingParams
 
         self._count += 1
         name = f"r{self._count}"
-        parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, parameters)
+        settings = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False} | sampling
+        request = {"prompt_token_ids": list(prompt)}
+        self.engine.add_request(name, request, SamplingParams(**settings), lora_request=lora)
         self.emitted[name] = []
         return name
 
@@ -118,36 +126,54 @@ class Engine:
         """Requests that lost their blocks so far."""
         return int(next(m.value for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions"))
 
-    def states(self) -> dict[str, tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
+    def states(self) -> dict[str, States]:
         """Of every running request: committed tokens, and per GDN layer state [HV, dv, dk] and convolution inputs."""
-        from treewy import ops
-
-        seen = {}
-        internal = {request.request_id: request for request in self.scheduler.running}
-        tables, layers = self.runner.block_tables, self.runner.model_state.layers
-        groups = self.runner.kv_cache_config.kv_cache_groups
-        align = self.runner.cache_config.mamba_cache_mode == "align"
-        for name in internal:
-            slot = self.runner.req_states.req_id_to_index.get(name)
-            if slot is None:
-                continue
-            tokens = int(self.runner.req_states.num_computed_tokens.gpu[slot])
-            checkpoints, inputs = [], []
-            for layer in layers.values():
-                group = next(i for i, group in enumerate(groups) if layer.prefix in group.layer_names)
-                column = int(self.runner.model_state._mamba_state_idx_gpu[slot]) if align else 0
-                block = tables.block_tables[group].gpu[slot, column].long()[None]
-                where = torch.tensor([slot], device=block.device)
-                checkpoints.append(ops.folded_state(layer.state, block, where)[0].float().cpu())
-                inputs.append(layer.state.conv[block[0]].float().cpu())
-            seen[name] = (tokens, checkpoints, inputs)
-        return seen
+        names = [request.request_id for request in self.scheduler.running]
+        ranks = self.executor.collective_rpc(states_of_rank, args=(names,))
+        return ranks[0] if len(ranks) == 1 else {name: _whole([rank[name] for rank in ranks]) for name in ranks[0]}
 
     def stop(self) -> None:
         """Frees what the engine holds; the process can start another."""
         self.engine.engine_core.shutdown()
-        del self.llm, self.engine, self.core, self.scheduler, self.runner
+        del self.llm, self.engine, self.core, self.scheduler, self.executor, self.runner
         gc.collect()
+
+
+def states_of_rank(worker: Any, names: Sequence[str]) -> dict[str, States]:
+    """Of these requests, as far as the worker knows them: its own heads."""
+    from treewy import ops
+
+    runner, seen = worker.model_runner, {}
+    tables, layers = runner.block_tables, runner.model_state.layers
+    groups = runner.kv_cache_config.kv_cache_groups
+    align = runner.cache_config.mamba_cache_mode == "align"
+    for name in names:
+        slot = runner.req_states.req_id_to_index.get(name)
+        if slot is None:
+            continue
+        tokens = int(runner.req_states.num_computed_tokens.gpu[slot])
+        checkpoints, inputs = [], []
+        for layer in layers.values():
+            group = next(i for i, group in enumerate(groups) if layer.prefix in group.layer_names)
+            column = int(runner.model_state._mamba_state_idx_gpu[slot]) if align else 0
+            block = tables.block_tables[group].gpu[slot, column].long()[None]
+            where = torch.tensor([slot], device=block.device)
+            checkpoints.append(ops.folded_state(layer.state, block, where)[0].float().cpu())
+            inputs.append(layer.state.conv[block[0]].float().cpu())
+        seen[name] = (tokens, checkpoints, inputs)
+    return seen
+
+
+def _whole(ranks: Sequence[States]) -> States:
+    """All heads of a request whose ranks have some each, in order."""
+    states = [torch.cat(layer) for layer in zip(*(rank[1] for rank in ranks), strict=True)]
+    inputs = []
+    for layer, pieces in enumerate(zip(*(rank[2] for rank in ranks), strict=True)):
+        values = ranks[0][1][layer].shape[0] * ranks[0][1][layer].shape[1]
+        keys = (pieces[0].shape[-1] - values) // 2
+        parts = zip(*(piece.split([keys, keys, values], -1) for piece in pieces), strict=True)  # q, k, v
+        inputs.append(torch.cat([torch.cat(part, -1) for part in parts], -1))
+    return ranks[0][0], states, inputs
 
 
 class Run(NamedTuple):
