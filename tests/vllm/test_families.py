@@ -4,11 +4,13 @@ The random models' experts choose by small differences, so their tokens are not 
 are. What a layer adds is small, so that bf16 does not add up from layer to layer. Drafts come from n-gram lookup.
 """
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     PreTrainedModel,
     Qwen3_5MoeForCausalLM,
@@ -79,6 +81,33 @@ def test_states_of_other_families(checkpoint, family: str, tmp_path: Path) -> No
             compared += compare_states(engine, oracle)
         assert engine.drafts()[0] > 20
     assert compared > 20
+
+
+def test_the_multimodal_class(checkpoint, oracle: Oracle, tmp_path: Path) -> None:
+    """Its language model, with the weights of the dense one under the names they have there; without an encoder."""
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    text = json.loads((checkpoint / "config.json").read_text())
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text,
+        "vision_config": {"model_type": "qwen3_5", **vision},
+        "dtype": "bfloat16",
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = load_file(checkpoint / "model.safetensors")
+    renamed = {
+        f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name: weight
+        for name, weight in weights.items()
+    }
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with running(tmp_path, "deferred", language_model_only=True) as engine:
+        assert type(engine.runner.model).__name__ == "Qwen3_5ForConditionalGeneration"
+        run = play(engine, oracle, 0, requests=3, tokens=20, compare_every=3)
+        assert run.states > 0
+        assert engine.drafts()[1] > 0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
