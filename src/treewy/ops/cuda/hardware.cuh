@@ -17,15 +17,16 @@ struct alignas(64) TensorMap {
 
 // ---- 16-bit numbers
 
-#if BF16
-#define KIND "bf16"
-D float low(u32 pair) { return __uint_as_float(pair << 16); }
-D float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-D u32 pack(float lo, float hi) {
+D u32 pack_bf16(float lo, float hi) {
     u32 pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
     return pair;
 }
+#if BF16
+#define KIND "bf16"
+D float low(u32 pair) { return __uint_as_float(pair << 16); }
+D float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+D u32 pack(float lo, float hi) { return pack_bf16(lo, hi); }
 #else
 #define KIND "f16"
 D float low(u32 pair) {
@@ -47,11 +48,6 @@ D u32 pack(float lo, float hi) {
 
 template <int IS32> D float element(const void* base, i64 at) {
     return IS32 ? static_cast<const float*>(base)[at] : low(static_cast<const u16*>(base)[at]);
-}
-D u32 pack_bf16(float lo, float hi) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
-    return pair;
 }
 
 D float silu(float x) {

@@ -11,7 +11,7 @@ from treewy.ops.api import KEY_EPS, GatedNorm, GDNDims, GDNParams, LayerState
 from treewy.ops.cuda.build import kernel, tensor_map
 from treewy.ops.device_window import DeviceWindow
 from treewy.ops.support import unsupported_reason
-from treewy.ops.triton import check_width, convolve, outputs
+from treewy.ops.triton import check_fit, convolve, outputs
 
 FUSED_ROWS = 8
 """Wider windows are convolved by a launch of their own: in this one, value heads that share keys each convolve them."""
@@ -62,17 +62,13 @@ def verify(
     """
     if window.rows > FUSED_ROWS:
         _check(state, window, x, a, b, params, norm)  # before anything is written
-        outputs(out, x, window, params.dims)
+        out = outputs(out, x, window, params.dims)
         queries = convolve(state, window, x, params)
         return verify_mixed(state, window, queries, a, b, params, fold_always=fold_always, norm=norm, out=out)
-    dims, max_rows = params.dims, state.window_inputs.shape[1]
+    dims = params.dims
     _expect("x", x, (window.batch, window.rows, dims.conv_dim), state.conv.dtype, state)
     _expect_aligned("x", x)
-    if window.rows > max_rows:
-        raise ValueError(
-            f"a window of {window.rows} rows does not fit a stash of {max_rows}: truncate the trees or allocate more"
-        )
-    check_width(window, params)
+    check_fit(state, window, params)
     arguments = _Arguments(
         x=x.data_ptr(),
         conv=state.conv.data_ptr(),
@@ -83,7 +79,7 @@ def verify(
         conv_ancestors=window.conv_ancestors.data_ptr(),
     )
     arguments.x_stride, arguments.x_row = x.stride()[:2]
-    arguments.conv_stride, arguments.max_rows = state.conv.stride(0), max_rows
+    arguments.conv_stride, arguments.max_rows = state.conv.stride(0), state.window_inputs.shape[1]
     return _verify(state, window, x, a, b, params, arguments, fold_always, norm, out, conv_width=dims.conv_width)
 
 

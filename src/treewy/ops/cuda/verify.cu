@@ -15,9 +15,8 @@
 //     row is its inputs, 12 KiB a layer at 32 heads of 128; an fp32 pseudo-value with its key would be 20 KiB, read every
 //     round and written once more. Queries never leave the SM.
 //   * Bytes in flight. The state comes by the tensor copy engine, 32 KiB (bf16) by one thread, in the permutation that the
-//     matrix unit's loads want, and four or five blocks an SM wait for theirs while others compute. Where many blocks
-//     queue, the small rows are asked for first: behind the states of all blocks they would come last, and everything
-//     starts with them. The convolution runs while pending rows and the state travel.
+//     matrix unit's loads want, and four or five blocks an SM wait for theirs while others compute. The small rows are
+//     asked for first: behind the states of all blocks they would come last, and everything starts with them. The convolution runs while pending rows and the state travel.
 //   * The matrix unit. dv is M, rows of the window are N, in steps of 8, so a window of 4 rows is not padded to 16 or 64.
 //     16-bit keys, queries and states are multiplied as they are: exact products, fp32 sums.
 //   * No solve on the long side. Outputs need A w = (A (I + L)^-1) r, and the product of the two squares is made of keys
@@ -123,11 +122,11 @@ D int memory_row(int x) { return x < KR ? joint_row(x) : x - KR + ROWS; }
 D int x_at(int row, int chunk) { return row * X_ROW + chunk * 16; }
 D int v_at(int row, int chunk) { return row * V_ROW + chunk * 16; }
 
-// EACH adjacent channels of a head's query, key and value, which stand side by side in this order.
-template <int EACH> struct Piece {
+// Four adjacent channels of a head's query, key and value, which stand side by side in this order.
+struct Piece {
     int part, offset;
     D explicit Piece(int index) {
-        const int channel = index * EACH;
+        const int channel = index * 4;
         part = channel < DK ? 0 : channel < 2 * DK ? 1 : 2;
         offset = channel - part * DK;
     }
@@ -288,34 +287,36 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     // convolution has four channels, whose inputs only it reads.
     if (tid == 0) open(state_there);
     constexpr int PIECES = CONV ? CHANNELS / 4 : 0, EACH_THREAD = (PIECES + THREADS - 1) / THREADS;
+    // Pieces of this thread: body(which of them, its index in the block, piece, channel).
+    const auto each_piece = [&](const auto& body) {
+#pragma unroll
+        for (int j = 0; j < EACH_THREAD; ++j)
+            if (const int index = tid + j * THREADS; index < PIECES) {
+                const Piece piece(index);
+                body(j, index, piece, piece.channel(p, head, key_head));
+            }
+    };
     constexpr int MET = at_least(1, KEPT);
     float4 taps[at_least(1, EACH_THREAD)][MET + 1];
     int codes[at_least(1, T)][MET];
     // Parameters go into the L2, which sees what a launch before this one may still write.
+    each_piece([&](int, int, Piece, int channel) {
 #pragma unroll
-    for (int j = 0; j < EACH_THREAD; ++j)
-        if (const int index = tid + j * THREADS; index < PIECES)
-#pragma unroll
-            for (int step = 0; step < CONV; ++step)
-                prefetch(p.taps + step * channels + Piece<4>(index).channel(p, head, key_head));
+        for (int step = 0; step < CONV; ++step) prefetch(p.taps + step * channels + channel);
+    });
     after_launch_before();
     const int slot = (int)p.slots[batch];
     const i64 request = p.requests[batch];
     const int n = T ? p.rows[batch] : 0;
     const int2 looked_up = T && !CONV ? p.places[batch] : make_int2(0, 0);
-#pragma unroll
-    for (int j = 0; j < EACH_THREAD; ++j) {
-        const int index = tid + j * THREADS;
-        if (index >= PIECES) break;
-        const Piece<4> piece(index);
-        const int channel = piece.channel(p, head, key_head);
+    each_piece([&](int j, int, Piece piece, int channel) {
         const u16* const x = p.x + batch * p.x_stride + channel;
 #pragma unroll
         for (int r = 0; r < T; ++r) copy<8>(base + piece.at(r), x + r * p.x_row);
 #pragma unroll
         for (int step = 0; step < CONV; ++step)
             taps[j][step] = *reinterpret_cast<const float4*>(p.taps + step * channels + channel);
-    }
+    });
     if (CONV)
 #pragma unroll
         for (int r = 0; r < T; ++r)
@@ -339,14 +340,11 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         gate_b = element<GATES32>(p.b, batch * p.b_stride + gate_row * p.b_row + head);
         neg_A = p.neg_A[head], dt_bias = p.dt_bias[head];
     }
-#pragma unroll
-    for (int j = 0; j < EACH_THREAD; ++j) {
-        const int index = tid + j * THREADS;
-        if (index >= PIECES) break;
-        const u16* const kept = p.conv + slot * p.conv_stride + Piece<4>(index).channel(p, head, key_head);
+    each_piece([&](int, int index, Piece, int channel) {
+        const u16* const kept = p.conv + slot * p.conv_stride + channel;
 #pragma unroll
         for (int i = 0; i < KEPT; ++i) copy<8>(base + AT_COMMITTED + i * (CHANNELS * 2) + index * 8, kept + i * channels);
-    }
+    });
     close_group();
     Gated gated(p, batch, head, warp, lane);
     // Places in the ring: of joint row i, which is pending; of row r of the tree.
@@ -399,12 +397,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
 
     // 2. The convolution, in place: a thread has read all inputs of its channels before it writes. Sums of their squares.
     if (CONV) wait_for_first_group();
-#pragma unroll
-    for (int j = 0; j < EACH_THREAD; ++j) {
-        const int index = tid + j * THREADS;
-        if (index >= PIECES) break;
-        const Piece<4> piece(index);
-        const int channel = piece.channel(p, head, key_head);
+    each_piece([&](int j, int index, Piece piece, int channel) {
         const bool ours = piece.part == 2 || blockIdx.x == 0; // the first value head keeps its group's keys and inputs
         u16* const ring = (piece.part == 2 ? values : keys) + piece.offset;
         const int ring_row = piece.part == 2 ? value_row : key_row;
@@ -452,7 +445,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             for (int r = 0; r < T; ++r)
                 if (lane % LANES == r) squares[(piece.part * (DK / 4 / LANES) + piece.offset / (4 * LANES)) * T + r] = sums[r];
         }
-    }
+    });
     wait_for_copies();
     __syncthreads();
 

@@ -41,6 +41,6 @@ What each product uses is said at `tile.dot`, the order of the work at the head 
 serves `treewy.ops.cuda`; the others here are those for every device, dtype and size.
 """
 
-from treewy.ops.triton.launch import Cut, check_width, commit, convolve, fold, outputs, verify, verify_mixed
+from treewy.ops.triton.launch import Cut, check_fit, commit, convolve, fold, outputs, verify, verify_mixed
 
-__all__ = ["Cut", "check_width", "commit", "convolve", "fold", "outputs", "verify", "verify_mixed"]
+__all__ = ["Cut", "check_fit", "commit", "convolve", "fold", "outputs", "verify", "verify_mixed"]

@@ -52,7 +52,7 @@ def verify(
 ) -> Tensor:
     """The convolution, then `verify_mixed`. Arguments, result and errors as `treewy.ops.verify`."""
     _check_mixed(window, a, b, params, norm)  # before anything is written
-    outputs(out, x, window, params.dims)
+    out = outputs(out, x, window, params.dims)
     queries = convolve(state, window, x, params)
     return verify_mixed(state, window, queries, a, b, params, fold_always=fold_always, norm=norm, out=out)
 
@@ -214,12 +214,17 @@ def _check_mixed(window: DeviceWindow, a: Tensor, b: Tensor, params: GDNParams, 
         raise ValueError(f"z is {tuple(z.shape)} with strides {z.stride()}; it is {shape}, heads adjacent")
 
 
-def check_width(window: DeviceWindow, params: GDNParams) -> None:
-    """The plan must be for the layer's convolution.
+def check_fit(state: LayerState, window: DeviceWindow, params: GDNParams) -> None:
+    """The plan must be for the layer's convolution, and its windows fit the state.
 
     Raises:
         ValueError: as said.
     """
+    max_rows = state.window_inputs.shape[1]
+    if window.rows > max_rows:
+        raise ValueError(
+            f"a window of {window.rows} rows does not fit a stash of {max_rows}: truncate the trees or allocate more"
+        )
     width = window.conv_ancestors.shape[2] + 1
     if width != params.dims.conv_width:
         raise ValueError(
@@ -228,12 +233,7 @@ def check_width(window: DeviceWindow, params: GDNParams) -> None:
 
 
 def _check_layer(state: LayerState, window: DeviceWindow, params: GDNParams, x: Tensor) -> None:
-    max_rows = state.window_inputs.shape[1]
-    if window.rows > max_rows:
-        raise ValueError(
-            f"a window of {window.rows} rows does not fit a stash of {max_rows}: truncate the trees or allocate more"
-        )
-    check_width(window, params)
+    check_fit(state, window, params)
     if x.dtype != state.conv.dtype:
         raise ValueError(
             f"x is {x.dtype} and the state keeps inputs in {state.conv.dtype}: convert x, or allocate in its dtype"
