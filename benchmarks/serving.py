@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import shlex
 import statistics
@@ -44,8 +45,10 @@ ENGINE = {
     "enable_prefix_caching": False,
     "seed": 0,
 }
-CAPTURED = (1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 256)
+DECODES = (1, 2, 4, 8, 16, 32, 64, 80, 96, 128, 160, 192, 224, 256)
 """Requests of captured decode batches."""
+MIXED = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+"""Tokens of captured steps with prompts, besides those of decode batches."""
 MODEL = {
     "architectures": ["Qwen3_5MoeForCausalLM"],
     "model_type": "qwen3_5_moe_text",
@@ -88,8 +91,9 @@ requests. tokens_per_s counts output tokens over the whole point, its start and 
 to its first token, tpot_ms the mean over requests of the time between tokens after the first; running, waiting and
 KV-cache peaks are the scheduler's, step by step. step_ms_decode and step_ms_mixed are medians of the time between the
 outputs of steps without and with prompt tokens. state_bytes_per_request is what a running request holds in recurrent
-states, side buffers included. Decode batches run as captured CUDA graphs (FULL_DECODE_ONLY), all else eagerly, without
-Inductor."""
+states, side buffers included. In all arms decode batches are captured as full CUDA graphs and steps with prompts as
+piecewise ones between attention and GDN layers (FULL_AND_PIECEWISE), captured by vLLM without torch.compile
+(VLLM_USE_BREAKABLE_CUDAGRAPH=1), so what Inductor would fuse stays apart; GDN prompts by the Triton kernels of vLLM."""
 
 
 def engine_settings(arm: str, gmu: float, model: str, extra: dict[str, Any]) -> dict[str, Any]:
@@ -100,9 +104,8 @@ def engine_settings(arm: str, gmu: float, model: str, extra: dict[str, Any]) -> 
         "model": model,
         "gpu_memory_utilization": gmu,
         "compilation_config": {
-            "mode": 0,
-            "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [rows * count for count in CAPTURED],
+            "cudagraph_mode": "FULL_AND_PIECEWISE",
+            "cudagraph_capture_sizes": sorted({*(rows * count for count in DECODES), *MIXED}),
         },
         "additional_config": {"gdn_prefill_backend": "triton"},
     }
@@ -187,6 +190,7 @@ async def closed_loop(engine: Any, name: str, concurrency: int, count: int, outp
 
 async def measure(arm: str, gmu: float, concurrencies: list[int], model: str, extra: dict[str, Any]) -> Any:
     """One engine: a record for every concurrency, as it is there."""
+    os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")  # read when vLLM is imported
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase

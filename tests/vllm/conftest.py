@@ -18,6 +18,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # test workers wou
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # greedy only
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")  # read when vLLM is imported; of tests with piecewise graphs
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 

@@ -1,7 +1,8 @@
 """The plugin on a GPU: CUDA kernels, captured graphs, asynchronous scheduling; beside the oracle of the other tests.
 
 Four requests fit the captured graphs and eight may run, in a pool that is too small for eight: so batches are smaller
-than captured, padded, and larger; prompts come in chunks beside windows; requests are preempted and resume.
+than captured, padded, and larger; prompts come in chunks beside windows; requests are preempted and resume. Piecewise
+graphs are captured without a compiler; with VLLM_USE_BREAKABLE_CUDAGRAPH=0 they are those of torch.compile.
 """
 
 from pathlib import Path
@@ -23,6 +24,13 @@ GRAPHS = {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": [4, 8, 16],
+        },
+    },
+    "piecewise": {
+        "enforce_eager": False,
+        "compilation_config": {
+            "cudagraph_mode": "FULL_AND_PIECEWISE",
+            "cudagraph_capture_sizes": [4, 8, 16, 40],
         },
     },
 }
@@ -93,7 +101,7 @@ def test_no_step_waits_for_the_device(checkpoint: Path, oracle: Oracle) -> None:
 
         return run
 
-    with running(checkpoint, "deferred", max_num_seqs=8, **GRAPHS["graphs"]) as engine:
+    with running(checkpoint, "deferred", max_num_seqs=8, **GRAPHS["piecewise"]) as engine:
         assert engine.runner.vllm_config.scheduler_config.async_scheduling
         some = prompts(12, 20, 90)
         engine.generate(some[:4], 20)  # what is compiled at first use

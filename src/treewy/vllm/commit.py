@@ -29,13 +29,17 @@ class Group:
         running, self.impl = layers[0].running, layers[0].impl
         assert running is not None
         states = [layer.state for layer in layers]
-        mine = {name: piece[first : first + len(layers)] for name, piece in running.pieces.items()}
-        self._state = LayerState(checkpoint=states[0].checkpoint[None], conv=states[0].conv[None], **mine)
-        """Of all layers, but for blocks: those of the first layer."""
+        self._pieces = {name: piece[first : first + len(layers)] for name, piece in running.pieces.items()}
         device = states[0].conv.device
         self._conv = torch.tensor([state.conv.data_ptr() for state in states], device=device)
         self._checkpoints = torch.tensor([state.checkpoint.data_ptr() for state in states], device=device)
         self._paths: dict[int, Tensor] = {}
+
+    @property
+    def _state(self) -> LayerState:
+        """Of all layers, but for blocks: those of the first layer. They are asked of it: vLLM exchanges them."""
+        first = self.layers[0].state
+        return LayerState(checkpoint=first.checkpoint[None], conv=first.conv[None], **self._pieces)
 
     def commit(self, round: Round, accepted: Tensor) -> None:
         """Accepts the first `accepted` [B] rows of each window."""
@@ -49,7 +53,7 @@ class Group:
     def _path(self, rows: int, accepted: Tensor) -> Tensor:
         """[B, rows] the path of a chain."""
         if rows not in self._paths:
-            requests = self._state.end.shape[1]
+            requests = self._pieces["end"].shape[1]
             self._paths[rows] = torch.arange(rows, device=accepted.device).expand(requests, rows).contiguous()
         return self._paths[rows][: accepted.shape[0]]
 
@@ -67,12 +71,12 @@ class Group:
         from treewy.ops.triton.paged import copy_blocks
 
         assert isinstance(round.window, ops.DeviceWindow)
-        ends = None if full is None else (full.first, full.target)
-        commit(self._state, round.window, path, accepted, pools=self._conv, full=ends)
+        ends, state = None if full is None else (full.first, full.target), self._state
+        commit(state, round.window, path, accepted, pools=self._conv, full=ends)
         if full is None:
             return
-        with up_to_the_end(self._state, full):
+        with up_to_the_end(state, full):
             for layer in self.layers:
                 ops.fold(layer.state, full.slots, full.requests, impl=self.impl)
         source = torch.where(full.target >= 0, full.slots, -1)
-        copy_blocks(self._checkpoints, self._state.checkpoint[0], source, full.target)
+        copy_blocks(self._checkpoints, state.checkpoint[0], source, full.target)

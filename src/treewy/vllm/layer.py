@@ -105,10 +105,19 @@ class GatedDeltaNetLayer(QwenGatedDeltaNetAttention):  # type: ignore[misc]
                 mine.copy_(new)
 
     @property
+    def kv_cache(self) -> Any:
+        """The layer's blocks. vLLM exchanges them after its memory profile and needs the memory of the first ones."""
+        return self._kv_cache
+
+    @kv_cache.setter
+    def kv_cache(self, blocks: Any) -> None:
+        self._kv_cache, self._state = blocks, None
+
+    @property
     def state(self) -> LayerState:
         """What the operations read and write: blocks of the engine's pool, and the running requests' rows."""
-        conv, checkpoint = self.kv_cache[:2]
-        if self._state is None or self._state.conv is not conv:
+        if self._state is None:
+            conv, checkpoint = self.kv_cache[:2]
             assert self.running is not None
             if current_platform.is_cpu():
                 # vLLM's CPU kernels keep [dk, dv] where its shape says [dv, dk].
