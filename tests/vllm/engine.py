@@ -134,9 +134,13 @@ class Engine:
 
     def stop(self) -> None:
         """Frees what the engine holds; the process can start another."""
+        from vllm.platforms import current_platform
+
         self.engine.engine_core.shutdown()
         del self.llm, self.engine, self.core, self.scheduler, self.executor, self.runner
         gc.collect()
+        # vLLM has one pool of graphs a process; PyTorch 2.11 cannot capture into it after its last graph is gone.
+        type(current_platform)._global_graph_pool = None
 
 
 def states_of_rank(worker: Any, names: Sequence[str]) -> dict[str, States]:
