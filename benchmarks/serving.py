@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
 ARMS = ("none", "store_all", "reconstruct", "deferred")
+LIMITS = (0.6, 0.9)
+CONCURRENCIES = (1, 8, 32, 64, 128, 256)
 ACCEPTANCE = 3.23
 DRAFTS = 3
 INPUT, OUTPUT = 512, 256
@@ -263,10 +266,9 @@ def save(name: str, record: dict[str, Any], command: str) -> None:
     point = ("arm", "gpu_memory_utilization", "concurrency")
     old = json.loads(file.read_text())["records"] if file.exists() else []
     records = [other for other in old if [other[key] for key in point] != [record[key] for key in point]] + [record]
-    head = json.dumps(
-        {"command": command, **provenance("vllm", "triton"), "method": METHOD.replace("\n", " "), "model": MODEL},
-        indent=1,
-    )
+    missing = set(product(ARMS, LIMITS, CONCURRENCIES)) - {tuple(each[key] for key in point) for each in records}
+    told = {"complete": not missing, "method": METHOD.replace("\n", " "), "model": MODEL}
+    head = json.dumps({"command": command, **provenance("vllm", "triton"), **told}, indent=1)
     lines = ",\n".join("  " + json.dumps(each) for each in records)
     unfinished = file.with_suffix(".part")
     unfinished.write_text(f'{head[:-2]},\n "records": [\n{lines}\n ]\n}}\n')
@@ -295,9 +297,9 @@ def tables(records: list[dict[str, Any]]) -> Iterator[Table]:
 def main() -> None:
     """One process an engine, so that a failure loses no more than its own points."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gmu", type=float, nargs="+", default=[0.6, 0.9], help="gpu_memory_utilization")
+    parser.add_argument("--gmu", type=float, nargs="+", default=list(LIMITS), help="gpu_memory_utilization")
     parser.add_argument("--arm", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=list(CONCURRENCIES))
     parser.add_argument("--model-config", type=Path, help="config.json of another model, in place of MODEL")
     parser.add_argument("--engine", type=json.loads, default={}, help="more settings of vLLM's engine, as JSON")
     parser.add_argument("--name", default="serving", help="results/NAME.json")
