@@ -37,3 +37,21 @@ def test_blocks_are_given_back(checkpoint: Path) -> None:
         gc.collect()
         tensors = [value for value in gc.get_objects() if type(value) is torch.Tensor]
         assert not [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() in places]
+
+
+def test_torch_compile(checkpoint: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What vLLM does by default; here it traces the model, and leaves the graph as it is to save time."""
+    from vllm import envs
+    from vllm.config import CompilationMode
+
+    for name, value in (
+        ("VLLM_USE_BREAKABLE_CUDAGRAPH", "0"),
+        ("VLLM_CPU_CI_ENV", "1"),
+        ("VLLM_CACHE_ROOT", str(tmp_path)),
+    ):
+        monkeypatch.setenv(name, value)
+    envs.disable_envs_cache()
+    with running(checkpoint, "deferred", enforce_eager=False) as engine:
+        assert engine.runner.compilation_config.mode != CompilationMode.NONE
+        run = play(engine, oracle, 22, requests=12, tokens=60, compare_every=10)
+        assert run.states > 0
