@@ -208,17 +208,22 @@ inline void __syncwarp() {
     machine::with_warp([](void* (&)[32]) {}, nullptr);
 }
 
-template <class Number> Number __shfl_xor_sync(u32, Number mine, int mask) {
-    struct Part { Number give, take; int mask; } part = {mine, mine, mask};
+// Every lane gets what another one gives.
+template <class Number> Number from_lane(Number mine, int lane) {
+    struct Part { Number give, take; int from; } part = {mine, mine, lane};
     machine::with_warp(
         [](void* (&lanes)[32]) {
-            for (int lane = 0; lane < 32; ++lane) {
-                auto& one = *static_cast<Part*>(lanes[lane]);
-                one.take = static_cast<Part*>(lanes[lane ^ one.mask])->give;
+            for (void* lane : lanes) {
+                auto& one = *static_cast<Part*>(lane);
+                one.take = static_cast<Part*>(lanes[one.from])->give;
             }
         },
         &part);
     return part.take;
+}
+template <class Number> Number __shfl_sync(u32, Number mine, int lane) { return from_lane(mine, lane % 32); }
+template <class Number> Number __shfl_xor_sync(u32, Number mine, int mask) {
+    return from_lane(mine, machine::thread.x % 32 ^ mask);
 }
 
 inline bool __any_sync(u32, bool mine) {
@@ -287,6 +292,7 @@ inline void close_group() { ++machine::self().groups; }
 inline void wait_for_copies() { close_group(), wait_for(machine::self().groups); }
 inline void wait_for_first_group() { wait_for(machine::self().groups - 1); }
 inline void prefetch(const void*) {}
+template <class Number> Number* once(Number* at) { return at; }
 
 inline void arrive() {
     for (const auto& one : machine::tile) memcpy(shared + one.to, one.from, one.bytes);
@@ -346,6 +352,19 @@ inline void load(Load part) {
 }
 inline void load4(u32 (&r)[4], u32 from) { load({r, 4, false, from}); }
 inline void load_transposed(u32 (&r)[4], u32 from) { load({r, 4, true, from}); }
+inline void store4(u32 to, u32 r0, u32 r1, u32 r2, u32 r3) {
+    struct Store { u32 to, r[4]; } part = {to, {r0, r1, r2, r3}};
+    machine::with_warp(
+        [](void* (&lanes)[32]) {
+            for (int lane = 0; lane < 32; ++lane)
+                for (int i = 0; i < 4; ++i) {
+                    const u32 row = static_cast<Store*>(lanes[8 * i + lane / 4])->to;
+                    if (row % 16 || row + 16 > machine::limit) { machine::mistake = "a matrix row that is not aligned, or past the end of shared memory"; return; }
+                    memcpy(shared + row + lane % 4 * 4, static_cast<Store*>(lanes[lane])->r + i, 4);
+                }
+        },
+        &part);
+}
 inline void load_transposed(u32 (&r)[2], u32 from) { load({r, 2, true, from}); }
 
 // c += a b with 16 x WIDE by WIDE x 8; a register holds PER numbers of a row.

@@ -57,6 +57,12 @@ D float silu(float x) {
     return x * inverse;
 }
 
+// An address that is computed here, once: the compiler likes to compute it again wherever it is used.
+template <class Number> D Number* once(Number* at) {
+    asm volatile("" : "+l"(at));
+    return at;
+}
+
 // ---- Shared memory and the matrix unit
 
 D u32 address(const void* shared) { return static_cast<u32>(__cvta_generic_to_shared(shared)); }
@@ -113,6 +119,10 @@ D void before_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: 
 D void load4(u32 (&r)[4], u32 from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from));
+}
+D void store4(u32 to, u32 r0, u32 r1, u32 r2, u32 r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+                 : "memory");
 }
 D void load_transposed(u32 (&r)[4], u32 from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -325,6 +325,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     u16* const out = p.out + (batch * T * p.HV + head) * DV;
     const int out_row = p.HV * DV;
     if (slot < 0) {
+#pragma unroll 1
         for (int to = tid; to < T * (DV / 8); to += THREADS)
             *reinterpret_cast<uint4*>(out + to / (DV / 8) * (i64)out_row + to % (DV / 8) * 8) = make_uint4(0, 0, 0, 0);
         wait_for_copies();
@@ -352,9 +353,9 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     const auto tree_place = [&](int r) { return end + r - (end + r >= p.ring ? p.ring : 0); };
     const int key_row = p.H * DK, value_row = p.HV * DV;
     const i64 ring_rows = request * p.ring;
-    u16* const keys = p.keys + ring_rows * key_row + key_head * DK;
-    u16* const values = p.values + ring_rows * value_row + head * DV;
-    float2* const ring_gates = p.gates + ring_rows * p.HV + head;
+    u16* const keys = once(p.keys + ring_rows * key_row + key_head * DK);
+    u16* const values = once(p.values + ring_rows * value_row + head * DV);
+    float2* const ring_gates = once(p.gates + ring_rows * p.HV + head);
     const int lo = W0 - P, hi = W0 + n; // joint rows that are
     const bool folds = P && (p.fold_always || P + longest > p.capacity);
     {
@@ -366,6 +367,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             for (int r = tid / X_CHUNKS; r < T; r += THREADS / X_CHUNKS)
                 copy<16>(base + AT_X + x_at(ROWS + r, tid % X_CHUNKS),
                          p.queries + ((batch * T + r) * p.H + key_head) * DK + tid % X_CHUNKS * 8);
+#pragma unroll 1
         for (int i = from + tid; i < W0; i += THREADS) copy<8>(base + AT_GATES + i * 8, ring_gates + pending_place(i) * p.HV);
 #pragma unroll
         for (int i0 = 0; i0 < KR; i0 += THREADS / X_CHUNKS) {
@@ -401,7 +403,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         const bool ours = piece.part == 2 || blockIdx.x == 0; // the first value head keeps its group's keys and inputs
         u16* const ring = (piece.part == 2 ? values : keys) + piece.offset;
         const int ring_row = piece.part == 2 ? value_row : key_row;
-        u16* const stash = p.window_inputs + request * p.max_rows * channels + channel;
+        u16* const stash = once(p.window_inputs + request * p.max_rows * channels + channel);
         float4 bias = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (p.bias) bias = *reinterpret_cast<const float4*>(p.bias + channel);
         uint2 input[at_least(1, T)], made[at_least(1, T)];
@@ -576,7 +578,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         }
     }
     // A (I + L)^-1, from the last column of a row's path to its first; then in halves in its place, the large ones of a tile
-    // before its small ones. A thread a row along its path; 16 rows a warp, where paths or histories are long.
+    // before its small ones. A lane a column in windows of up to 8 rows, a thread a row along its path in larger ones,
+    // 16 rows a warp on the matrix unit where paths or histories are long.
     if (by_tiles) {
         __syncthreads();
         if (16 * warp < n) {
@@ -620,6 +623,54 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                         halve(b[x][2 * half], b[x][2 * half + 1], to[0], to[4]);
                     }
         }
+    } else if constexpr (QT == 1) {
+        // A warp takes EACH_WARP rows side by side, a lane their columns 32 k + lane: what a column solves goes to those
+        // before it, its own row's first, then those of other rows of the tree, then pending ones.
+        constexpr int EACH_WARP = at_least(1, (T + WARPS - 1) / WARPS), SEGMENTS = (KR + 31) / 32;
+        const int first = warp * EACH_WARP;
+        constexpr int P = at_most(W0, 32);
+        float x[EACH_WARP][SEGMENTS];
+        u32 above[EACH_WARP][SEGMENTS]; // bit i: column 32 k + i is an ancestor
+        const auto column = [&](int k) { return min(32 * k + lane, KR - 1); };
+        const auto before = [&](int i, int k) { return column(k) < i ? M[i * MS + column(k)] : 0.0f; };
+#pragma unroll
+        for (int r = 0; r < EACH_WARP; ++r) {
+            const int row = min(first + r, at_least(n, 1) - 1);
+            const u64 ancestors = (masks[row] ^ (u64)1 << row) << P | ((u64)1 << P) - ((u64)1 << lo);
+            const float own = A[row * MS + W0 + row];
+#pragma unroll
+            for (int k = 0; k < SEGMENTS; ++k) {
+                above[r][k] = (u32)(ancestors >> at_most(32 * k, 63));
+                x[r][k] = A[row * MS + column(k)] + own * before(W0 + row, k);
+            }
+        }
+        descending<KR - 1>([&](auto i) {
+            constexpr int at = i.value, segment = at / 32;
+            if (at < lo) return;
+            float entries[SEGMENTS];
+#pragma unroll
+            for (int k = 0; k <= segment; ++k) entries[k] = before(at, k);
+#pragma unroll
+            for (int r = 0; r < EACH_WARP; ++r) { // pending rows are every row's ancestors
+                const float solved = at < W0 || above[r][segment] >> lane & 1 ? x[r][segment] : 0.0f;
+                const float it = __shfl_sync(0xffffffffu, solved, at);
+#pragma unroll
+                for (int k = 0; k <= segment; ++k) x[r][k] += it * entries[k];
+            }
+        });
+        __syncwarp();
+#pragma unroll
+        for (int r = 0; r < EACH_WARP; ++r)
+#pragma unroll
+            for (int k = 0; k < SEGMENTS; ++k) {
+                const int row = first + r, j = 32 * k + lane;
+                const float mine = above[r][k] >> lane & 1 || j == W0 + row ? x[r][k] : 0.0f;
+                const float beside = __shfl_xor_sync(0xffffffffu, mine, 1);
+                const bool odd = lane & 1;
+                u32 big, small;
+                halve(odd ? beside : mine, odd ? mine : beside, big, small);
+                if (row < n && j < KR) reinterpret_cast<u32*>(A + row * MS)[j / 8 * 8 + 4 * odd + j % 8 / 2] = odd ? small : big;
+            }
     } else if (tid < n) {
         const Mask path = (Mask)masks[tid];
         float* const row = A + tid * MS;
@@ -684,7 +735,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
 #pragma unroll
             for (int e = 0; e < 4; ++e) tile[m][x][e] = 0.0f;
     constexpr int TOGETHER = 4; // tiles whose rows are in registers at a time
-#pragma unroll(XT > 4 || STATE32 ? 1 : 2)
+#pragma unroll(XT > 4 || STATE32 ? 1 : 4)
     for (int k = 0; k < DK / 32; ++k) {
 #if STATE32
         u32 big[MT][4][4], small[MT][4][4];
@@ -815,9 +866,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             for (int e = 0; e < EACH; e += 2) {
                 const float2 two = *reinterpret_cast<const float2*>(
                     turned + min(r, T - 1) * OS + (part * LANES + lane % LANES) * EACH + e);
-                o[part][e] = r < n ? two.x : 0.0f;
-                o[part][e + 1] = r < n ? two.y : 0.0f;
-                squares += o[part][e] * o[part][e] + o[part][e + 1] * o[part][e + 1];
+                o[part][e] = two.x, o[part][e + 1] = two.y;
+                squares += two.x * two.x + two.y * two.y;
             }
         if (NORM) {
 #pragma unroll
@@ -829,8 +879,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 for (int e = 0; e < EACH; e += 2) {
                     const u32 pair = gated.z[part][e / 2];
                     const float gate0 = silu(low(pair)), gate1 = silu(high(pair)); // not within a condition: no branches
-                    o[part][e] = r < n ? o[part][e] * scale * gated.weight[part][e] * gate0 : 0.0f;
-                    o[part][e + 1] = r < n ? o[part][e + 1] * scale * gated.weight[part][e + 1] * gate1 : 0.0f;
+                    o[part][e] *= scale * gated.weight[part][e] * gate0;
+                    o[part][e + 1] *= scale * gated.weight[part][e + 1] * gate1;
                 }
         }
         if (NORM) gated.load(r + WARPS * (32 / LANES), T, lane);
@@ -840,7 +890,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 u32* const to = reinterpret_cast<u32*>(out + r * (i64)out_row + (part * LANES + lane % LANES) * EACH);
                 u32 pairs[EACH / 2];
 #pragma unroll
-                for (int e = 0; e < EACH; e += 2) pairs[e / 2] = pack(o[part][e], o[part][e + 1]);
+                for (int e = 0; e < EACH; e += 2) pairs[e / 2] = r < n ? pack(o[part][e], o[part][e + 1]) : 0;
                 if constexpr (EACH == 2) *to = pairs[0];
                 else *reinterpret_cast<uint2*>(to) = make_uint2(pairs[0], pairs[1]);
             }
@@ -908,22 +958,37 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
 #pragma unroll 1
     for (int k = 0; k < DK / 32; ++k) {
         float sum[MT][4][4]; // four tiles of 8 columns
+        const auto each_pair = [&](const auto& body) { // of a thread's numbers: body(where in shared memory, the two)
 #pragma unroll
-        for (int m = 0; m < MT; ++m)
+            for (int m = 0; m < MT; ++m)
 #pragma unroll
-            for (int part = 0; part < 4; ++part)
+                for (int part = 0; part < 4; ++part)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half)
+                        body(State::at(v0 + 16 * m + g + 8 * half, 8 * k + 2 * part + q / 2) + q % 2 * 8, sum[m][part] + 2 * half);
+        };
+        const auto each_square = [&](const auto& body) { // the same of a warp, by instructions for four 8 x 8 matrices
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+#pragma unroll
+                for (int part = 0; part < 4; part += 2)
+                    body(base + AT_S + State::at(v0 + 16 * m + lane % 16, 4 * k + part + lane / 16), sum[m][part], sum[m][part + 1]);
+        };
+        if constexpr (STATE32)
+            each_pair([&](int at, float* to) {
+                const float2 pair = *reinterpret_cast<const float2*>(shared + AT_S + at);
+                to[0] = decay * pair.x, to[1] = decay * pair.y;
+            });
+        else
+            each_square([&](u32 at, float (&one)[4], float (&other)[4]) {
+                u32 pairs[4];
+                load4(pairs, at);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const int v = v0 + 16 * m + g + 8 * half;
-#if STATE32
-                    const float2 pair = *reinterpret_cast<const float2*>(
-                        shared + AT_S + State::at(v, 8 * k + 2 * part + q / 2) + q % 2 * 8);
-                    sum[m][part][2 * half] = decay * pair.x, sum[m][part][2 * half + 1] = decay * pair.y;
-#else
-                    const u32 pair = *reinterpret_cast<const u32*>(shared + AT_S + State::at(v, 4 * k + part) + 4 * q);
-                    sum[m][part][2 * half] = decay * low(pair), sum[m][part][2 * half + 1] = decay * high(pair);
-#endif
+                    one[2 * half] = decay * low(pairs[half]), one[2 * half + 1] = decay * high(pairs[half]);
+                    other[2 * half] = decay * low(pairs[2 + half]), other[2 * half + 1] = decay * high(pairs[2 + half]);
                 }
+            });
         const auto keys_of = [&](u32 (&pairs)[4], int x) {
             load_transposed(pairs, base + AT_X + x_at(joint_row(8 * x + lane % 8), 4 * k + lane / 8));
             const int j = 8 * x + 2 * q;
@@ -934,9 +999,10 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
 #pragma unroll
         for (int x = 0; x < PT; x += BF16 ? 2 : 1) {
             if (8 * x + (BF16 ? 16 : 8) <= lo) continue;
-            u32 pairs[4], next[4];
+            u32 pairs[4];
             keys_of(pairs, x);
 #if BF16
+            u32 next[4];
             if (x + 1 < PT) keys_of(next, x + 1);
 #pragma unroll
             for (int piece = 2; piece >= 0; --piece)
@@ -959,21 +1025,14 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             }
 #endif
         }
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int part = 0; part < 4; ++part)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int v = v0 + 16 * m + g + 8 * half;
-#if STATE32
-                    *reinterpret_cast<float2*>(shared + AT_S + State::at(v, 8 * k + 2 * part + q / 2) + q % 2 * 8)
-                        = make_float2(sum[m][part][2 * half], sum[m][part][2 * half + 1]);
-#else
-                    *reinterpret_cast<u32*>(shared + AT_S + State::at(v, 4 * k + part) + 4 * q)
-                        = pack(sum[m][part][2 * half], sum[m][part][2 * half + 1]);
-#endif
-                }
+        if constexpr (STATE32)
+            each_pair([&](int at, const float* from) {
+                *reinterpret_cast<float2*>(shared + AT_S + at) = make_float2(from[0], from[1]);
+            });
+        else
+            each_square([&](u32 at, const float (&one)[4], const float (&other)[4]) {
+                store4(at, pack(one[0], one[1]), pack(one[2], one[3]), pack(other[0], other[1]), pack(other[2], other[3]));
+            });
     }
     before_copy_engine();
     __syncthreads();
