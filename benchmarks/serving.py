@@ -264,11 +264,14 @@ def save(name: str, record: dict[str, Any], command: str) -> None:
 
     file = RESULTS / f"{name}.json"
     point = ("arm", "gpu_memory_utilization", "concurrency")
-    old = json.loads(file.read_text())["records"] if file.exists() else []
-    records = [other for other in old if [other[key] for key in point] != [record[key] for key in point]] + [record]
+    old = json.loads(file.read_text()) if file.exists() else {"records": []}
+    here = [record[key] for key in point]
+    records = [other for other in old["records"] if [other[key] for key in point] != here] + [record]
     missing = set(product(ARMS, LIMITS, CONCURRENCIES)) - {tuple(each[key] for key in point) for each in records}
+    begun = {"command": command, **provenance("vllm", "triton")}
     told = {"complete": not missing, "method": METHOD.replace("\n", " "), "model": MODEL}
-    head = json.dumps({"command": command, **provenance("vllm", "triton"), **told}, indent=1)
+    noted = {key: value for key, value in old.items() if key not in {"records", *begun, *told}}  # by hand
+    head = json.dumps({**begun, **noted, **told}, indent=1, ensure_ascii=False)
     lines = ",\n".join("  " + json.dumps(each) for each in records)
     unfinished = file.with_suffix(".part")
     unfinished.write_text(f'{head[:-2]},\n "records": [\n{lines}\n ]\n}}\n')
@@ -311,6 +314,9 @@ def main() -> None:
     if arguments.worker:
         asyncio.run(work(arguments))
         return
+    file = RESULTS / f"{arguments.name}.json"
+    if arguments.show and not file.exists():
+        parser.exit(2, f"{os.path.relpath(file)} does not exist; give --name, such as serving-h200\n")
     failed = []
     for gmu in [] if arguments.show else arguments.gmu:
         for arm in arguments.arm:
@@ -321,7 +327,6 @@ def main() -> None:
                 done = -1
             if done:
                 failed.append(f"{arm} at {gmu}")
-    file = RESULTS / f"{arguments.name}.json"
     for table in tables(json.loads(file.read_text())["records"]) if file.exists() else ():
         Console(width=160).print(table)
     if failed:
