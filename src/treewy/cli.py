@@ -220,6 +220,7 @@ def bench_kernels(
         except ModuleNotFoundError as error:
             raise Refusal(f"{error}; bench needs the extra: pip install 'treewy[bench]'") from error
         with _refusals():
+            command.check_figure(plot)
             if show is not None:
                 results = command.read(show)
             else:

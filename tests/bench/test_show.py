@@ -1,5 +1,7 @@
 """Tables and figure of results that a formula made, and what the command refuses without a GPU."""
 
+import sys
+
 import pytest
 import torch
 from rich.console import Console
@@ -116,11 +118,34 @@ def test_refusals(arguments, words):
 
 def test_files_that_hold_something_else(tmp_path):
     (tmp_path / "other.json").write_text('{"records": []}')
-    assert (
-        "holds no results of this benchmark (command: Field required)" in run("--show", tmp_path / "other.json").stderr
-    )
+    refused = run("--show", tmp_path / "other.json").stderr
+    assert "holds no results of this benchmark (command: Field required)" in refused
+    assert "give a file that `treewy bench kernels` wrote" in refused
+
+
+@pytest.mark.parametrize("name", ["figure.unknown", "figure", "missing/figure.png"])
+def test_a_figure_that_cannot_be_written_is_refused_before_anything_is_printed(tmp_path, name):
     results().write(tmp_path / "run.json")
-    assert "--plot" in run("--show", tmp_path / "run.json", "--plot", tmp_path / "figure.unknown").stderr
+    for arguments in (["--show", tmp_path / "run.json"], ["--quick"]):
+        done = run(*arguments, "--plot", tmp_path / name)
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert f"{name} cannot be written" in done.stderr
+
+
+def test_a_figure_without_matplotlib(tmp_path, monkeypatch):
+    results().write(tmp_path / "run.json")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = run("--show", tmp_path / "run.json", "--plot", tmp_path / "figure.png")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == "treewy: error: --plot needs matplotlib: pip install 'treewy[plot]'\n"
+
+
+def test_a_commit_is_listed_once():
+    both = [record("commit", us=us, with_commit=True) for us in (1.0, 2.0)]
+    others = [record("commit", rows=15, with_commit=True), record("commit", state_dtype="float32", with_commit=True)]
+    (table,) = tables(results([*both, *others], checks=[], refused=[]))
+    assert table.row_count == 3
+    assert list(table.columns[5].cells) == ["1.00", "10.00", "10.00"]
 
 
 def test_missing_extra(monkeypatch):

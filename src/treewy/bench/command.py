@@ -81,7 +81,30 @@ def read(path: Path) -> Results:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the whole"
-        raise ValueError(f"{path} holds no results of this benchmark ({where}: {first['msg']})") from error
+        raise ValueError(
+            f"{path} holds no results of this benchmark ({where}: {first['msg']}); give a file that "
+            "`treewy bench kernels` wrote"
+        ) from error
+
+
+def check_figure(figure: Path | None) -> None:
+    """Before anything is timed or printed for it.
+
+    Raises:
+        ValueError: a figure that cannot be drawn or written.
+    """
+    if figure is None:
+        return
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ValueError("--plot needs matplotlib: pip install 'treewy[plot]'") from error
+    from treewy.bench.plot import formats
+
+    if figure.suffix.removeprefix(".") not in formats():
+        raise ValueError(f"--plot {figure} cannot be written: no format ends so; end it with .png, .svg or .pdf")
+    if not figure.resolve().parent.is_dir():
+        raise ValueError(f"--plot {figure} cannot be written: its folder does not exist; create it first")
 
 
 def show(results: Results, console: Console, figure: Path | None) -> None:

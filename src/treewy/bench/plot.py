@@ -49,6 +49,11 @@ def plot(results: Results, path: Path) -> None:
     figure.savefig(path)
 
 
+def formats() -> set[str]:
+    """Endings of names, without the dot."""
+    return set(Figure().canvas.get_supported_filetypes())
+
+
 def best_verify(records: Sequence[Record]) -> list[Record]:
     """The faster implementation of each verify of this package."""
     best: dict[tuple[int, int], Record] = {}

@@ -216,7 +216,13 @@ def _rivals(records: Sequence[Record]) -> Table:
 
 def _others(records: Sequence[Record]) -> Table:
     table = _table("Commits and whole rounds", "case", "impl", "rows", "state", "B", "us", "floor us", "spread")
+    commits = set()
     for record in records:
+        if record.case == "commit":  # timed with jobs with and without convolution, and it is the same commit
+            key = (record.impl, record.rows, record.state_dtype, record.heads, record.batch)
+            if key in commits:
+                continue
+            commits.add(key)
         whole = record.with_commit and record.case in ("deferred", "reconstruct") and record.rows == 4
         if record.case == "commit" or (whole and not record.with_conv):
             table.add_row(
