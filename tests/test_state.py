@@ -122,8 +122,8 @@ def test_the_default_history_holds_three_paths():
         ({"max_rows": 65}, "max_rows is 65; a window has 1 to 64 rows, root included"),
         ({"max_depth": 8}, "max_depth is 8; a window of 8 rows is 0 to 7 deep"),
         ({"max_depth": -1}, "max_depth is -1; a window of 8 rows is 0 to 7 deep"),
-        ({"history_rows": 3}, "history_rows is 3; the longest path of a window has 4 rows and must fit"),
-        ({"history_rows": 0}, "history_rows is 0; the longest path of a window has 4 rows and must fit"),
+        ({"history_rows": 3}, "history_rows is 3; the longest path of a window has 4 rows and must fit; give at least"),
+        ({"history_rows": 0}, "the longest path of a window has 4 rows and must fit; give at least 4"),
     ],
 )
 def test_a_specification_that_cannot_work_is_refused(change, message):

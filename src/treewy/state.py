@@ -65,7 +65,7 @@ class StateSpec:
         if self.history_rows is not None and self.history_rows <= self.max_depth:
             raise ValueError(
                 f"history_rows is {self.history_rows}; the longest path of a window has {self.max_depth + 1} rows and "
-                "must fit"
+                f"must fit; give at least {self.max_depth + 1}"
             )
 
     @property
