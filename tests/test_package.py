@@ -9,6 +9,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Which parts of treewy each part may import, besides itself. A new part names its place here.
 CORE = {"tree", "reference", "ops", "state", "acceptance", "drafting", "generation"}
 ADAPTERS = {"transformers", "vllm"}
-TOP = {"bench", "planner", "cli"}
+TOP = {"bench", "cli"}
 ALLOWED: dict[str, set[str]] = {
     "__init__": set(),
     "tree": set(),
@@ -32,10 +33,8 @@ ALLOWED: dict[str, set[str]] = {
     "transformers": CORE,
     "vllm": CORE,
     "model": set(),
-    "planner": CORE,
-    "bench": CORE | ADAPTERS | {"planner", "model"},
-    "cli": CORE | ADAPTERS | {"planner", "bench", "model"},
-    "__main__": {"cli"},
+    "bench": CORE | ADAPTERS | {"model"},
+    "cli": CORE | ADAPTERS | {"bench", "model"},
 }
 # What the layers below the adapters may import from outside; all else is an undeclared or a misplaced dependency.
 OUTSIDE = {part: {"torch"} for part in CORE} | {"ops": {"torch", "triton", "cuda"}, "__init__": set()}
@@ -43,6 +42,8 @@ OUTSIDE = {part: {"torch"} for part in CORE} | {"ops": {"torch", "triton", "cuda
 OWNED = {"transformers": {"transformers"} | TOP, "vllm": {"vllm"} | TOP}
 
 MACHINE_PATH = re.compile(r"(?<![\w.:/}>*~-])/(?:home|root|Users|mnt|opt|srv|tmp|var|data|work)/\w")
+
+EXTRA = re.compile(r"(.)treewy\[([\w-]+)\](.?)")
 
 
 def part_of(source: Path) -> str:
@@ -116,10 +117,25 @@ def test_the_walk_accepts_what_is_allowed() -> None:
     assert problems(PACKAGE / "cli.py", "from treewy import __version__\nimport transformers") == []
 
 
+def test_every_part_of_the_tables_exists() -> None:
+    parts = {part_of(source) for source in SOURCES}
+    named = set(ALLOWED).union(*ALLOWED.values()) | set(OUTSIDE) | set(OWNED).union(*OWNED.values())
+    assert named - parts == set()
+
+
 def test_no_path_of_a_machine_in_the_package() -> None:
     for file in PACKAGE.rglob("*"):
         if file.suffix in {".py", ".md", ".json", ".toml", ".txt"}:
             assert MACHINE_PATH.findall(file.read_text()) == [], file
+
+
+def test_extras_are_quoted_for_every_shell_and_exist() -> None:
+    project = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text())["project"]
+    found = [match for file in SOURCES for match in EXTRA.findall(file.read_text())]
+    assert len(found) >= 5
+    for before, extra, after in found:
+        assert (before, after) == ("'", "'"), extra
+        assert extra in project["optional-dependencies"]
 
 
 def fresh_import(first: str) -> dict:

