@@ -19,7 +19,7 @@ class Group:
 
     Args:
         layers: that share block tables; their blocks are allocated.
-        first: layers of the groups before.
+        first: number of layers in the groups before this one.
     """
 
     def __init__(self, layers: Sequence[GatedDeltaNetLayer], first: int) -> None:
@@ -30,6 +30,7 @@ class Group:
         assert running is not None
         states = [layer.state for layer in layers]
         self._pieces = {name: piece[first : first + len(layers)] for name, piece in running.pieces.items()}
+        # Addresses of blocks, taken once: vLLM allocates blocks before `initialize_kv_cache`, which builds groups anew.
         device = states[0].conv.device
         self._conv = torch.tensor([state.conv.data_ptr() for state in states], device=device)
         self._checkpoints = torch.tensor([state.checkpoint.data_ptr() for state in states], device=device)
@@ -37,7 +38,7 @@ class Group:
 
     @property
     def _state(self) -> LayerState:
-        """Of all layers, but for blocks: those of the first layer. They are asked of it: vLLM exchanges them."""
+        """Of all layers, but for blocks: those of the first layer."""
         first = self.layers[0].state
         return LayerState(checkpoint=first.checkpoint[None], conv=first.conv[None], **self._pieces)
 
