@@ -259,7 +259,10 @@ def doctor(
         if arguments.args and not problems:
             cache_bytes = None if kv_cache_gib is None else int(kv_cache_gib * 2**30)
             with _refusals():
-                server = diagnosis.server(arguments.args, cache_bytes=cache_bytes, context=request_tokens)
+                settings = diagnosis.settings(arguments.args)
+                if "://" not in settings.model:  # vLLM loads from object stores too
+                    _check_exists("the model", settings.model)
+                server = diagnosis.server(settings, cache_bytes=cache_bytes, context=request_tokens)
             problems += server.problems
         _show_diagnosis(Console(), engine, server, problems)
         if problems:
@@ -407,6 +410,12 @@ def _device(name: str | None) -> str:
     return name
 
 
+def _check_exists(option: str, name: str) -> None:
+    """A name that can only be a path must be there; other names may be the hub's."""
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).expanduser().exists():
+        raise Refusal(f"{option} {name} does not exist; give the folder of a model, or a hub name such as owner/name")
+
+
 # Model and runs
 
 
@@ -434,11 +443,8 @@ class _Session:
             what = "cannot be loaded"
         elif path.exists():
             raise Refusal(f"{option} {name} is a file; give the folder that holds config.json and the weights")
-        elif name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise Refusal(
-                f"{option} {name} does not exist; give the folder of a model, or a hub name such as owner/name"
-            )
         else:
+            _check_exists(option, name)
             what = "is neither a folder here nor a model that the hub gives"
         dtype = self._dtype
         if dtype == "auto" and self._device == "cpu":

@@ -15,9 +15,13 @@ MTP = ["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}']
 GIB = 2**30
 
 
+def server(arguments: list[str], **of: int | None) -> doctor.Server:
+    return doctor.server(doctor.settings(arguments), **of)
+
+
 def test_it_says_what_the_engine_then_does(checkpoint) -> None:
     """Class 18, 19, 20: bytes to the byte, concurrency as vLLM computes it but for layers that fill a group up."""
-    said = doctor.server([str(checkpoint), *SERVER, *MTP], cache_bytes=GIB, context=None)
+    said = server([str(checkpoint), *SERVER, *MTP], cache_bytes=GIB, context=None)
     assert said.problems == []
     assert (said.runner, said.mode, said.window, said.requested, said.context) == ("V2", "deferred", 4, 4, 512)
     assert (said.gdn_layers, said.attention_layers, said.prefix_caching) == (3, 2, True)
@@ -40,29 +44,40 @@ def test_it_says_what_the_engine_then_does(checkpoint) -> None:
 
 
 def test_it_names_what_to_change(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = doctor.server([str(checkpoint), *SERVER], cache_bytes=None, context=None)
+    said = server([str(checkpoint), *SERVER], cache_bytes=None, context=None)
     assert said.problems == ["the server does not speculate: add --speculative-config"]
     assert {holding.concurrency for holding in said.holdings} == {None}
-    said = doctor.server([str(checkpoint), *SERVER, *MTP], cache_bytes=2**21, context=300)
+    said = server([str(checkpoint), *SERVER, *MTP], cache_bytes=2**21, context=300)
     (problem,) = said.problems
     assert problem.startswith("--max-num-seqs asks for 4 requests, but 1 of 300 tokens fit: lower it to 1")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    said = doctor.server([str(checkpoint), *SERVER, *MTP], cache_bytes=None, context=None)
+    said = server([str(checkpoint), *SERVER, *MTP], cache_bytes=None, context=None)
     assert said.runner == "V1"
     assert "this server uses model runner V1" in said.problems[0]
+
+
+def test_refused_settings_have_no_holdings(checkpoint) -> None:
+    """A window that is too long is refused as in a server, before its state is laid out."""
+    long = ["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 100}']
+    said = server([str(checkpoint), *SERVER, *long], cache_bytes=GIB, context=None)
+    assert "num_speculative_tokens is 100; a window has at most 63 draft nodes" in said.problems
+    assert said.holdings == []
+    short = ["--additional-config", '{"treewy": {"history_rows": 2}}']
+    with pytest.raises(ValueError, match=r"history_rows is 2; .* give at least 4"):
+        server([str(checkpoint), *SERVER, *MTP, *short], cache_bytes=None, context=None)
 
 
 def test_ranks_share_the_heads(checkpoint, tmp_path: Path) -> None:
     """Class 30: of a rank half of everything; heads that cannot be shared are a problem, not an exception."""
     two_heads = write_checkpoint(tmp_path, key_heads=2, value_heads=4)
     ranks = ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
-    one = doctor.server([str(two_heads), *SERVER, *MTP], cache_bytes=None, context=None)
-    half = doctor.server([str(two_heads), *SERVER, *MTP, *ranks], cache_bytes=None, context=None)
+    one = server([str(two_heads), *SERVER, *MTP], cache_bytes=None, context=None)
+    half = server([str(two_heads), *SERVER, *MTP, *ranks], cache_bytes=None, context=None)
     assert half.problems == []
     for whole, mine in zip(one.holdings, half.holdings, strict=True):
         assert whole.states == 2 * mine.states
         assert whole.running == pytest.approx(2 * mine.running, abs=64 * one.gdn_layers)  # counters are not shared
-    said = doctor.server([str(checkpoint), *SERVER, *MTP, *ranks], cache_bytes=None, context=None)
+    said = server([str(checkpoint), *SERVER, *MTP, *ranks], cache_bytes=None, context=None)
     assert said.holdings == []
     assert "linear_num_key_heads = 1 cannot be split over 2 ranks" in said.problems[0]
 

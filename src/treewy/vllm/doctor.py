@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 from treewy.state import CommitMode, StateSpec
 from treewy.vllm import hooks
-from treewy.vllm.options import KEY, Options, refusals, unsplit_heads
+from treewy.vllm.options import CHAINS, KEY, Options, no_chain, refusals, unsplit_heads
 from treewy.vllm.running import IN_BLOCK, state_spec
 
 
@@ -61,40 +62,61 @@ def engine() -> Engine:
     return Engine(hooks.engine(), len(hooks.HOOKS), hooks.unsupported())
 
 
-def server(arguments: Sequence[str], *, cache_bytes: int | None, context: int | None) -> Server:
-    """What the arguments of `vllm serve` lead to; no weights are loaded.
+def settings(arguments: Sequence[str]) -> Any:
+    """The arguments of `vllm serve` as vLLM parses them; nothing is looked up yet.
 
     Args:
         arguments: as after `vllm serve`, the model first or as --model.
+
+    Raises:
+        ValueError: settings that vLLM does not know, or no model.
+    """
+    with _one_line():
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        parser.set_defaults(model=None)  # vLLM has a model of its own
+        parser.error = _refuse  # instead of all options and an exit
+        model = [] if not arguments or arguments[0].startswith("-") else ["--model", arguments[0]]
+        parsed = parser.parse_args([*model, *arguments[len(model) // 2 :]])
+        if not parsed.model:
+            raise ValueError("there is no model: give the model first, as to `vllm serve`")
+        return parsed
+
+
+def server(settings: Any, *, cache_bytes: int | None, context: int | None) -> Server:
+    """What settings lead to; no weights are loaded.
+
+    Args:
+        settings: as the function of this name gives them.
         cache_bytes: memory for the KV cache on one rank; vLLM logs it at start as "Available KV cache memory".
         context: tokens of a request; default the model's longest.
 
     Raises:
-        ValueError: settings that vLLM or TreeWY does not know.
+        ValueError: settings that vLLM or TreeWY does not know, or a model that vLLM cannot load.
     """
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    with _one_line(settings):
+        from vllm.engine.arg_utils import EngineArgs
 
-    model = [] if not arguments or arguments[0].startswith("-") else ["--model", arguments[0]]
-    parsed = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args([*model, *arguments[len(model) // 2 :]])
-    engine_args = EngineArgs.from_cli_args(parsed)
+        engine_args = EngineArgs.from_cli_args(settings)
     additional = dict(engine_args.additional_config or {})
     options = Options.of(additional) or Options()
     # vLLM's configuration is made without TreeWY, which would refuse what is to be reported.
     engine_args.additional_config = {name: value for name, value in additional.items() if name != KEY}
-    config = engine_args.create_engine_config()
-    problems = []
+    with _one_line(settings):
+        config = engine_args.create_engine_config()
+    refused = refusals(config) if config.num_speculative_tokens else unsplit_heads(config)
+    problems = list(refused)
     if not config.num_speculative_tokens:
         problems.append("the server does not speculate: add --speculative-config")
-    else:
-        problems.extend(refusals(config))
     text = config.model_config.hf_text_config
     kinds = list(getattr(text, "layer_types", []))
     align = config.cache_config.mamba_cache_mode == "align"
     attention = kinds.count("full_attention") + (1 if config.num_speculative_tokens else 0)
     context = context or config.model_config.max_model_len
     holdings = []
-    if "linear_attention" in kinds and not unsplit_heads(config):
+    if "linear_attention" in kinds and not refused:
         for mode in get_args(CommitMode):
             holdings.append(_holding(config, options, mode, attention, context, align, cache_bytes))
         asked = next(holding for holding in holdings if holding.mode == options.mamba_state_commit)
@@ -112,6 +134,41 @@ def server(arguments: Sequence[str], *, cache_bytes: int | None, context: int | 
         holdings=holdings,
         problems=problems,
     )
+
+
+@contextmanager
+def _one_line(settings: Any = None) -> Iterator[None]:
+    """What vLLM says about settings it cannot take, in whichever way it fails, as a ValueError of one line.
+
+    Args:
+        settings: whose configuration is made.
+    """
+    try:
+        yield
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        speculative = getattr(settings, "speculative_config", None) or {}
+        reason = _reason(error)
+        if isinstance(error, OSError):
+            models = " or ".join(filter(None, (getattr(settings, "model", None), speculative.get("model"))))
+            reason = reason.rstrip(".")
+            reason = f"{models or 'a file'} cannot be loaded ({reason}); give the folder of a model, or a hub name"
+        elif isinstance(error, ImportError) and (method := speculative.get("method", CHAINS[0])) not in CHAINS:
+            reason = no_chain(method)
+        raise ValueError(reason) from error
+
+
+def _reason(error: Exception) -> str:
+    """The line that says what is wrong: of pydantic's several its own, of another error the first."""
+    text = str(error)
+    if callable(details := getattr(error, "errors", None)):
+        first = details()[0]
+        where = "" if first["type"] == "value_error" else ".".join(map(str, first["loc"]))
+        text = f"{where}: {first['msg']}" if where else first["msg"].removeprefix("Value error, ")
+    return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(message)
 
 
 def _holding(

@@ -108,7 +108,7 @@ def refusals(vllm_config: Any) -> list[str]:
     if getattr(parallel, "enable_dbo", False):
         found.append("enable_dbo is set; switch it off")
     if speculative.method not in CHAINS:
-        found.append(f"the speculative method is {speculative.method}; use one of {', '.join(CHAINS)}")
+        found.append(no_chain(speculative.method))
     if getattr(speculative, "enable_adaptive_verification", False):
         found.append("enable_adaptive_verification is set in --speculative-config; switch it off")
     if speculative.method == "draft_model" and getattr(speculative.draft_model_config, "is_hybrid", False):
@@ -131,6 +131,11 @@ def refusals(vllm_config: Any) -> list[str]:
             "longer than a block: raise block_size, or switch prefix caching off"
         )
     return found
+
+
+def no_chain(method: str) -> str:
+    """Why a speculative method is refused."""
+    return f"the speculative method is {method}; use one of {', '.join(CHAINS)}"
 
 
 def unsplit_heads(vllm_config: Any) -> list[str]:
