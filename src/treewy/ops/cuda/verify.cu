@@ -11,12 +11,13 @@
 //     fold: S <- exp(c_P) S + sum over pending j of exp(c_P - c_j) w_j k_j^T
 //
 // What makes it fast
-//   * Bytes. The state is read once and nothing is written but outputs and what the ring takes of the window. A pending
-//     row is its inputs, 12 KiB a layer at 32 heads of 128; an fp32 pseudo-value with its key would be 20 KiB, read every
-//     round and written once more. Queries never leave the SM.
+//   * Bytes. The state is read once, and written in a fold only; else outputs, and what ring and stash take of the window. A
+//     pending row is its inputs, 12 KiB a layer at 32 heads of 128; an fp32 pseudo-value with its key would be 20 KiB, read
+//     every round and written once more. Up to 8 rows, queries never leave the SM.
 //   * Bytes in flight. The state comes by the tensor copy engine, 32 KiB (bf16) by one thread, in the permutation that the
-//     matrix unit's loads want, and four or five blocks an SM wait for theirs while others compute. The small rows are
-//     asked for first: behind the states of all blocks they would come last, and everything starts with them. The convolution runs while pending rows and the state travel.
+//     matrix unit's loads want, and up to five blocks an SM wait for theirs while others compute. The small rows are asked
+//     for first: behind the states of all blocks they would come last, and everything starts with them. The convolution
+//     runs while pending rows and the state travel.
 //   * The matrix unit. dv is M, rows of the window are N, in steps of 8, so a window of 4 rows is not padded to 16 or 64.
 //     16-bit keys, queries and states are multiplied as they are: exact products, fp32 sums.
 //   * No solve on the long side. Outputs need A w = (A (I + L)^-1) r, and the product of the two squares is made of keys
@@ -555,7 +556,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     __syncthreads();
 
     // 5. Inverses of the diagonal blocks of I + L, transposed above the diagonal, which is one. A column a thread. For a fold
-    // those of pending rows; of all rows for the second way below.
+    // those of pending rows; of all rows where A (I + L)^-1 is made by tiles.
     constexpr int PT = (W0 + 7) / 8; // tiles that may hold pending rows
     const bool by_tiles = T && (W0 > 32 || KT > 4 && longest > 16);
     if (const int last = THREADS - 1 - tid, x = last / 8, column = last % 8;
@@ -578,8 +579,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         }
     }
     // A (I + L)^-1, from the last column of a row's path to its first; then in halves in its place, the large ones of a tile
-    // before its small ones. A lane a column in windows of up to 8 rows, a thread a row along its path in larger ones,
-    // 16 rows a warp on the matrix unit where paths or histories are long.
+    // before its small ones. By tiles on the matrix unit, 16 rows a warp, where paths or histories are long; else a lane a
+    // column in windows of up to 8 rows, and a thread a row along its path in larger ones.
     if (by_tiles) {
         __syncthreads();
         if (16 * warp < n) {
@@ -628,7 +629,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         // before it, its own row's first, then those of other rows of the tree, then pending ones.
         constexpr int EACH_WARP = at_least(1, (T + WARPS - 1) / WARPS), SEGMENTS = (KR + 31) / 32;
         const int first = warp * EACH_WARP;
-        constexpr int P = at_most(W0, 32);
+        constexpr int BEFORE = at_most(W0, 32); // columns of pending rows
         float x[EACH_WARP][SEGMENTS];
         u32 above[EACH_WARP][SEGMENTS]; // bit i: column 32 k + i is an ancestor
         const auto column = [&](int k) { return min(32 * k + lane, KR - 1); };
@@ -636,7 +637,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
 #pragma unroll
         for (int r = 0; r < EACH_WARP; ++r) {
             const int row = min(first + r, at_least(n, 1) - 1);
-            const u64 ancestors = (masks[row] ^ (u64)1 << row) << P | ((u64)1 << P) - ((u64)1 << lo);
+            const u64 ancestors = (masks[row] ^ (u64)1 << row) << BEFORE | ((u64)1 << BEFORE) - ((u64)1 << lo);
             const float own = A[row * MS + W0 + row];
 #pragma unroll
             for (int k = 0; k < SEGMENTS; ++k) {
