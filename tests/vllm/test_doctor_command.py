@@ -22,7 +22,8 @@ def test_the_engine_alone() -> None:
 
 
 def test_a_server(checkpoint) -> None:
-    result = doctor(str(checkpoint), *SERVER, *MTP, "--kv-cache-gib", "1")
+    front_end = ["--port", "8000", "--api-key", "secret", "--enable-log-requests"]
+    result = doctor(str(checkpoint), *SERVER, *MTP, *front_end, "--kv-cache-gib", "1")
     assert result.exit_code == 0
     for line in ("runner   V2", "model    Qwen3_5ForCausalLM, 3 GDN and 2", "window   4 rows", "verdict  ready"):
         assert line in result.stdout

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from math import ceil
 from typing import Any, NoReturn, get_args
 
@@ -72,10 +73,10 @@ def settings(arguments: Sequence[str]) -> Any:
         ValueError: settings that vLLM does not know, or no model.
     """
     with _one_line():
-        from vllm.engine.arg_utils import EngineArgs
+        from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        parser = AsyncEngineArgs.add_cli_args(_with_front_end(FlexibleArgumentParser()))
         parser.set_defaults(model=None)  # vLLM has a model of its own
         parser.error = _refuse  # instead of all options and an exit
         model = [] if not arguments or arguments[0].startswith("-") else ["--model", arguments[0]]
@@ -83,6 +84,14 @@ def settings(arguments: Sequence[str]) -> Any:
         if not parsed.model:
             raise ValueError("there is no model: give the model first, as to `vllm serve`")
         return parsed
+
+
+def _with_front_end(parser: Any) -> Any:
+    """Options of the server itself, such as --port, which the engine does not know."""
+    for place in ("common", "launchers"):  # of vLLM 0.33, 0.32
+        with suppress(ImportError):
+            return import_module(f"vllm.entrypoints.{place}.cli_args").FrontendArgs.add_cli_args(parser)
+    return parser
 
 
 def server(settings: Any, *, cache_bytes: int | None, context: int | None) -> Server:
