@@ -5,6 +5,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # greedy only
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")  # read when vLLM is imported; of tests with piecewise graphs
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+huggingface_hub.constants.HF_HUB_OFFLINE = True  # read when it was imported, by a test before perhaps
 
 
 @pytest.fixture(scope="session")
