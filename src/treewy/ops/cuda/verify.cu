@@ -20,11 +20,11 @@
 //     runs while pending rows and the state travel.
 //   * The matrix unit. dv is M, rows of the window are N, in steps of 8, so a window of 4 rows is not padded to 16 or 64.
 //     16-bit keys, queries and states are multiplied as they are: exact products, fp32 sums.
-//   * No solve on the long side. Outputs need A w = (A (I + L)^-1) r, and the product of the two squares is made of keys
-//     and gates alone, on rows of at most 96 columns, in fp32 quality, while the state travels. Its product with r, which
-//     only outputs see, is of 16-bit halves, error 2^-16 of its terms. Solved rows w themselves are needed for a fold, of
-//     pending rows only: forward substitution by blocks of 8, TF32 with both operands split in two, error 2^-21 of the terms,
-//     and an outer product with keys in which w has 24 or 22 bits.
+//   * Up to 32 rows are solved once the state is there: forward substitution by blocks of 8, TF32 with both operands split
+//     in two, error 2^-21 of the terms. A fold needs them anyway, in an outer product with keys in which w has 24 or 22 bits.
+//   * With more rows, no solve on the long side. Outputs need A w = (A (I + L)^-1) r, and the product of the two squares is
+//     made of keys and gates alone, on rows of at most 96 columns, in fp32 quality, while the state travels. Its product with
+//     r, which only outputs see, is of 16-bit halves, error 2^-16 of its terms. Solved are pending rows, for a fold.
 //   * Accumulators of one product are, register by register, the operand of the next.
 //
 // Joint rows are numbered so that the tree's begin at W0, whatever is pending: pending ones end there.
@@ -78,6 +78,7 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int MT = DV / (16 * WARPS);        // tiles of 16 dv rows of a warp
 constexpr int KR = 8 * KT, QR = 8 * QT, XT = T ? KT + QT : KT;
 constexpr int W0 = KR - T, SHIFT = KR - ROWS; // the tree's first joint row; joint rows that nobody has room for
+constexpr bool SOLVES = KT <= 4;             // rows are solved, once the state is there; else A (I + L)^-1 is made before
 template <bool WIDE> struct MaskOf { using type = u64; };
 template <> struct MaskOf<false> { using type = u32; };
 using Mask = MaskOf<(QT > 4)>::type;         // ancestors of a row
@@ -501,8 +502,16 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     __syncthreads();
 
     // 4. Products of the rows with each other, 16 rows by 8 or 16 columns a warp, where a row has an ancestor there. Between
-    // rows that are not related any number may stand, but one it must be.
+    // rows that are not related any number may stand, but one it must be; zero, where rows are solved.
     const auto keys_in_use = [&](int first, int last) { return 8 * last > lo && 8 * first < hi; };
+    // Columns of a row's ancestors and, of a query, its own key.
+    const auto above_row = [&](int x) {
+        constexpr int LAST = at_most(W0, 31);
+        const u32 pending = ((1u << min(x, LAST)) - 1) >> min(lo, LAST) << min(lo, LAST);
+        const int r = x < KR ? x - W0 : x - KR;
+        if (!T || r < 0) return pending;
+        return r < n ? pending | (u32)(masks[r] ^ (u64)(x < KR) << r) << LAST : 0;
+    };
     constexpr int X_TILES = (XT + 1) / 2, WIDE = KT > 3 ? 2 : 1;
     for (int unit = warp; unit < X_TILES * ((KT + WIDE - 1) / WIDE); unit += WARPS) {
         const int x0 = unit % X_TILES * 16, j0 = unit / X_TILES * (8 * WIDE);
@@ -536,6 +545,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         for (int half = 0; half < 2; ++half) {
             const int x = x0 + g + 8 * half, r = x - KR;
             if (r >= T) continue;
+            const u32 above = SOLVES ? above_row(x) : 0;
             const float2 c_i = c[r < 0 ? x : W0 + r];
             const float factor = r < 0 ? key_rows[x].z : query_rows[r].x;
             float* const to = r < 0 ? M + x * MS : A + r * MS;
@@ -548,24 +558,39 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 const float odd = __expf(fminf((c_i.x - c_j.z) + (c_i.y - c_j.w), 0.0f));
                 const float* const s0 = sum[w][0] + 2 * half;
                 const float* const s1 = sum[w][1] + 2 * half;
-                *reinterpret_cast<float2*>(to + j)
-                    = make_float2((s0[0] + s1[0]) * (even * factor), (s0[1] + s1[1]) * (odd * factor));
+                float2 pair = make_float2((s0[0] + s1[0]) * (even * factor), (s0[1] + s1[1]) * (odd * factor));
+                if (SOLVES) pair.x = above >> j & 1 ? pair.x : 0.0f, pair.y = above >> j & 2 ? pair.y : 0.0f;
+                *reinterpret_cast<float2*>(to + j) = pair;
             }
         }
     }
     __syncthreads();
 
-    // 5. Inverses of the diagonal blocks of I + L, transposed above the diagonal, which is one. A column a thread. For a fold
-    // those of pending rows; of all rows where A (I + L)^-1 is made by tiles.
+    // 5. Inverses of the diagonal blocks of I + L, a column a thread: where rows are solved, in the blocks' place; else
+    // transposed above the diagonal, which is one, of pending rows for a fold and of all rows where A (I + L)^-1 is made by tiles.
     constexpr int PT = (W0 + 7) / 8; // tiles that may hold pending rows
-    const bool by_tiles = T && (W0 > 32 || KT > 4 && longest > 16);
-    if (const int last = THREADS - 1 - tid, x = last / 8, column = last % 8;
-        (by_tiles ? x < KT : folds && x < PT) && keys_in_use(x, x + 1)) {
-        float* const square = M + 8 * x * (MS + 1);
+    const bool by_tiles = T && !SOLVES && (W0 > 32 || longest > 16);
+    const int inverse_tile = (THREADS - 1 - tid) / 8, column = (THREADS - 1 - tid) % 8;
+    float* const diagonal = M + 8 * min(inverse_tile, KT - 1) * (MS + 1);
+    if (SOLVES) {
+        if (warp >= WARPS - (KT + 3) / 4) { // in place
+            float solved[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                solved[i] = i == column;
+#pragma unroll
+                for (int j = 0; j < i; ++j) solved[i] += diagonal[i * MS + j] * solved[j];
+            }
+            __syncwarp();
+            if (inverse_tile < KT)
+#pragma unroll
+                for (int i = 0; i < 8; ++i) diagonal[i * MS + column] = solved[i];
+        }
+    } else if ((by_tiles ? inverse_tile < KT : folds && inverse_tile < PT) && keys_in_use(inverse_tile, inverse_tile + 1)) {
         float solved[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const int first = lo - 8 * x, r = 8 * x + i - W0;
+            const int x = inverse_tile, first = lo - 8 * x, r = 8 * x + i - W0;
             u32 above = first < 8 ? 0xffu << at_least(first, 0) : 0; // bit j: column 8 x + j is related, if it is above
             if (T && r >= 0) {
                 const Mask path = r < n ? (Mask)masks[r] : 0;
@@ -574,13 +599,13 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             }
             solved[i] = i == column;
 #pragma unroll
-            for (int j = 0; j < i; ++j) solved[i] += above >> j & 1 ? square[i * MS + j] * solved[j] : 0.0f;
-            if (i > column) square[column * MS + i] = solved[i];
+            for (int j = 0; j < i; ++j) solved[i] += above >> j & 1 ? diagonal[i * MS + j] * solved[j] : 0.0f;
+            if (i > column) diagonal[column * MS + i] = solved[i];
         }
     }
     // A (I + L)^-1, from the last column of a row's path to its first; then in halves in its place, the large ones of a tile
-    // before its small ones. By tiles on the matrix unit, 16 rows a warp, where paths or histories are long; else a lane a
-    // column in windows of up to 8 rows, and a thread a row along its path in larger ones.
+    // before its small ones. By tiles on the matrix unit, 16 rows a warp, where paths or histories are long; else a thread a
+    // row along its path.
     if (by_tiles) {
         __syncthreads();
         if (16 * warp < n) {
@@ -624,55 +649,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                         halve(b[x][2 * half], b[x][2 * half + 1], to[0], to[4]);
                     }
         }
-    } else if constexpr (QT == 1) {
-        // A warp takes EACH_WARP rows side by side, a lane their columns 32 k + lane: what a column solves goes to those
-        // before it, its own row's first, then those of other rows of the tree, then pending ones.
-        constexpr int EACH_WARP = at_least(1, (T + WARPS - 1) / WARPS), SEGMENTS = (KR + 31) / 32;
-        const int first = warp * EACH_WARP;
-        constexpr int BEFORE = at_most(W0, 32); // columns of pending rows
-        float x[EACH_WARP][SEGMENTS];
-        u32 above[EACH_WARP][SEGMENTS]; // bit i: column 32 k + i is an ancestor
-        const auto column = [&](int k) { return min(32 * k + lane, KR - 1); };
-        const auto before = [&](int i, int k) { return column(k) < i ? M[i * MS + column(k)] : 0.0f; };
-#pragma unroll
-        for (int r = 0; r < EACH_WARP; ++r) {
-            const int row = min(first + r, at_least(n, 1) - 1);
-            const u64 ancestors = (masks[row] ^ (u64)1 << row) << BEFORE | ((u64)1 << BEFORE) - ((u64)1 << lo);
-            const float own = A[row * MS + W0 + row];
-#pragma unroll
-            for (int k = 0; k < SEGMENTS; ++k) {
-                above[r][k] = (u32)(ancestors >> at_most(32 * k, 63));
-                x[r][k] = A[row * MS + column(k)] + own * before(W0 + row, k);
-            }
-        }
-        descending<KR - 1>([&](auto i) {
-            constexpr int at = i.value, segment = at / 32;
-            if (at < lo) return;
-            float entries[SEGMENTS];
-#pragma unroll
-            for (int k = 0; k <= segment; ++k) entries[k] = before(at, k);
-#pragma unroll
-            for (int r = 0; r < EACH_WARP; ++r) { // pending rows are every row's ancestors
-                const float solved = at < W0 || above[r][segment] >> lane & 1 ? x[r][segment] : 0.0f;
-                const float it = __shfl_sync(0xffffffffu, solved, at);
-#pragma unroll
-                for (int k = 0; k <= segment; ++k) x[r][k] += it * entries[k];
-            }
-        });
-        __syncwarp();
-#pragma unroll
-        for (int r = 0; r < EACH_WARP; ++r)
-#pragma unroll
-            for (int k = 0; k < SEGMENTS; ++k) {
-                const int row = first + r, j = 32 * k + lane;
-                const float mine = above[r][k] >> lane & 1 || j == W0 + row ? x[r][k] : 0.0f;
-                const float beside = __shfl_xor_sync(0xffffffffu, mine, 1);
-                const bool odd = lane & 1;
-                u32 big, small;
-                halve(odd ? beside : mine, odd ? mine : beside, big, small);
-                if (row < n && j < KR) reinterpret_cast<u32*>(A + row * MS)[j / 8 * 8 + 4 * odd + j % 8 / 2] = odd ? small : big;
-            }
-    } else if (tid < n) {
+    } else if (!SOLVES && tid < n) {
         const Mask path = (Mask)masks[tid];
         float* const row = A + tid * MS;
         constexpr int W4 = at_most(32, W0 + 3) / 4 * 4;
@@ -782,7 +759,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         groups<0, XT, TOGETHER>(multiply);
     }
 
-    // 7. Right sides; what the state and they give to outputs.
+    // 7. Right sides; solved rows, by forward substitution; what the state and they give to outputs.
 #pragma unroll
     for (int x = 0; x < KT; ++x) {
         u32 v[2 * MT];
@@ -799,7 +776,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 e[1] = has_odd ? odd.x * (high(v[2 * m + half]) - odd.y * e[1]) : 0.0f;
             }
     }
-    __syncthreads(); // A (I + L)^-1 is there; queries and values are used up
+    __syncthreads(); // inverses or A (I + L)^-1 are there; queries and values are used up
     constexpr int LANES = Gated::LANES, EACH = Gated::EACH, PARTS = Gated::PARTS;
     const int first_row = warp * (32 / LANES) + lane / LANES;
     if (NORM && QT > 1) gated.load_weight(p, lane), gated.load(first_row, T, lane);
@@ -812,8 +789,32 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             tile[m][x][0] *= even, tile[m][x][1] *= odd, tile[m][x][2] *= even, tile[m][x][3] *= odd;
         }
     }
+    const auto solve = [&](auto x_, auto) {
+        constexpr int x = x_.value;
+        if (!keys_in_use(x, x + 1)) return;
+        const int j = 8 * x + 2 * q;
+        const float* const square = M + 8 * x * (MS + 1);
+        const float2 both = *reinterpret_cast<const float2*>(square + g * MS + 2 * q);
+        const Right inverse(SOLVES ? both.x : g > 2 * q ? square[2 * q * MS + g] : g == 2 * q,
+                            SOLVES ? both.y : g > 2 * q + 1 ? square[(2 * q + 1) * MS + g] : g == 2 * q + 1);
+        Left w[MT];
 #pragma unroll
-    for (int x = 0; T && x < KT; x += 2) {
+        for (int m = 0; m < MT; ++m) {
+            set_product(tile[m][x], Left(tile[m][x]), inverse);
+            w[m] = Left(tile[m][x]);
+        }
+        const auto subtract = [&](auto y, auto) {
+            const int i = 8 * (y.value < KT ? y.value : y.value - KT) + g;
+            const float2 pair = *reinterpret_cast<const float2*>((y.value < KT ? M : A) + i * MS + j);
+            const Right block(SOLVES || i < W0 && j >= lo ? pair.x : 0.0f, SOLVES || i < W0 && j + 1 >= lo ? pair.y : 0.0f);
+#pragma unroll
+            for (int m = 0; m < MT; ++m) add_product(tile[m][y.value], w[m], block);
+        };
+        groups<x + 1, SOLVES ? XT : PT, 1>(subtract);
+    };
+    if (SOLVES) groups<0, KT, 1>(solve);
+#pragma unroll
+    for (int x = 0; T && !SOLVES && x < KT; x += 2) {
         constexpr int LAST = KT - 1;
         u32 big[MT][4] = {}, small[MT][4] = {};
 #pragma unroll
@@ -897,31 +898,9 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             }
     }
 
-    // 9. Fold, where it is due: solved pending rows, by forward substitution, then their outer products.
+    // 9. Fold, where it is due: outer products of solved pending rows and keys.
     if (!folds) return;
-    const auto solve = [&](auto x_, auto) {
-        constexpr int x = x_.value;
-        if (8 * x + 8 <= lo) return;
-        const int j = 8 * x + 2 * q;
-        const float* const square = M + 8 * x * (MS + 1);
-        const Right inverse(g > 2 * q ? square[2 * q * MS + g] : g == 2 * q,
-                            g > 2 * q + 1 ? square[(2 * q + 1) * MS + g] : g == 2 * q + 1);
-        Left w[MT];
-#pragma unroll
-        for (int m = 0; m < MT; ++m) {
-            set_product(tile[m][x], Left(tile[m][x]), inverse);
-            w[m] = Left(tile[m][x]);
-        }
-        const auto subtract = [&](auto y, auto) {
-            const int i = 8 * y.value + g;
-            const float2 pair = *reinterpret_cast<const float2*>(M + i * MS + j);
-            const Right block(i < W0 && j >= lo ? pair.x : 0.0f, i < W0 && j + 1 >= lo ? pair.y : 0.0f);
-#pragma unroll
-            for (int m = 0; m < MT; ++m) add_product(tile[m][y.value], w[m], block);
-        };
-        groups<x + 1, PT, 1>(subtract);
-    };
-    groups<0, PT, 1>(solve);
+    if (!SOLVES) groups<0, PT, 1>(solve);
     const float2 last = c[W0 - 1];
     const float decay = expf(last.x + last.y);
     const auto until_last = [&](int j) { return expf((last.x - c[j].x) + (last.y - c[j].y)); };
