@@ -82,12 +82,17 @@ constexpr bool SOLVES = KT <= 4;             // rows are solved, once the state 
 template <bool WIDE> struct MaskOf { using type = u64; };
 template <> struct MaskOf<false> { using type = u32; };
 using Mask = MaskOf<(QT > 4)>::type;         // ancestors of a row
-constexpr int MS = KR % 16 ? KR : KR + 8;    // row stride of the squares; 8 or 24 mod 32: no bank conflicts
+constexpr int MS = KR % 16 ? KR : KR + 8;    // row stride of squares; 8 or 24 mod 32: no bank conflicts
+// M's rows of a tile: of one length, or no longer than they must be, where nothing stands above the diagonal.
+constexpr int stride_of(int tile) { return SOLVES ? 8 * ((tile + 1) | 1) : MS; }
+constexpr int rows_before(int tile) { return SOLVES ? tile * (tile + 2) / 2 * 64 : 8 * tile * MS; }
 constexpr int OS = DV + 4;                   // row stride of the outputs
 constexpr int STATE_BYTES = STATE32 ? 4 : 2;
 using State = Tile<DV, DK, STATE_BYTES>; // of a head
-// Bytes of a row in shared memory: padded, so that what a warp reads together lies in different banks.
-constexpr int X_ROW = DK * 2 + 16, V_ROW = DV * 2 + 16;
+// Bytes of a row in shared memory. Eight adjacent rows of a chunk lie in different banks: rows are padded, or their chunks
+// permuted, which takes instructions and makes room for another block where windows have 9 to 24 rows.
+constexpr bool PADDED = QT == 1 || !SOLVES;
+constexpr int X_ROW = DK * 2 + 16 * PADDED, V_ROW = DV * 2 + 16 * PADDED;
 
 constexpr int later(int at, int bytes) { return at + (bytes + 15) / 16 * 16; }
 // The state; keys, then queries; values; squares; what is known of rows.
@@ -97,7 +102,7 @@ constexpr int AT_X = AT_BARRIER + 16;
 constexpr int AT_V = later(AT_X, (ROWS + T) * X_ROW);
 constexpr int AT_OUT = AT_X + ROWS * X_ROW; // in the place of queries and values, when these are used up
 constexpr int AT_M = at_least(later(AT_V, ROWS * V_ROW), later(AT_OUT, T * OS * 4));
-constexpr int AT_A = later(AT_M, KR * MS * 4);
+constexpr int AT_A = later(AT_M, rows_before(KT) * 4);
 constexpr int KEPT = at_least(0, CONV - 1), CHANNELS = 2 * DK + DV; // committed inputs; channels of a head
 constexpr int AT_COMMITTED = AT_M; // until the squares are made
 // float2: log decay, beta
@@ -121,8 +126,8 @@ extern "C" __constant__ const int launch_bounds[2] = {THREADS, SHARED};
 // Where rows are: keys first, in tiles; then queries, in tiles. Where the 16 bytes `chunk` of a row are.
 D int joint_row(int i) { return SHIFT ? max(i - SHIFT, 0) : i; }
 D int memory_row(int x) { return x < KR ? joint_row(x) : x - KR + ROWS; }
-D int x_at(int row, int chunk) { return row * X_ROW + chunk * 16; }
-D int v_at(int row, int chunk) { return row * V_ROW + chunk * 16; }
+D int x_at(int row, int chunk) { return row * X_ROW + 16 * (PADDED ? chunk : chunk ^ row & 7); }
+D int v_at(int row, int chunk) { return row * V_ROW + 16 * (PADDED ? chunk : chunk ^ row & 7); }
 
 // Four adjacent channels of a head's query, key and value, which stand side by side in this order.
 struct Piece {
@@ -136,6 +141,7 @@ struct Piece {
         return (part == 2 ? 2 * p.H * DK + head * DV : (part * p.H + key_head) * DK) + offset;
     }
     D int at(int r) const { // of row r of the tree, in shared memory
+        static_assert(!CONV || PADDED, "the convolution writes rows as if they were padded");
         const int row = part == 0 ? AT_X + (ROWS + r) * X_ROW
                       : part == 1 ? AT_X + (ROWS - T + r) * X_ROW : AT_V + (ROWS - T + r) * V_ROW;
         return row + offset * 2;
@@ -548,11 +554,11 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             const u32 above = SOLVES ? above_row(x) : 0;
             const float2 c_i = c[r < 0 ? x : W0 + r];
             const float factor = r < 0 ? key_rows[x].z : query_rows[r].x;
-            float* const to = r < 0 ? M + x * MS : A + r * MS;
+            float* const to = r < 0 ? M + rows_before(x / 8) + x % 8 * stride_of(x / 8) : A + r * MS;
 #pragma unroll
             for (int w = 0; w < WIDE; ++w) {
                 const int j = j0 + 8 * w + 2 * q;
-                if (KT % WIDE && j >= KR) continue;
+                if (KT % WIDE && j >= KR || SOLVES && r < 0 && j / 8 > x / 8) continue;
                 const float4 c_j = *reinterpret_cast<const float4*>(c + j);
                 const float even = __expf(fminf((c_i.x - c_j.x) + (c_i.y - c_j.y), 0.0f));
                 const float odd = __expf(fminf((c_i.x - c_j.z) + (c_i.y - c_j.w), 0.0f));
@@ -571,7 +577,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     constexpr int PT = (W0 + 7) / 8; // tiles that may hold pending rows
     const bool by_tiles = T && !SOLVES && (W0 > 32 || longest > 16);
     const int inverse_tile = (THREADS - 1 - tid) / 8, column = (THREADS - 1 - tid) % 8;
-    float* const diagonal = M + 8 * min(inverse_tile, KT - 1) * (MS + 1);
+    const int in_tile = min(inverse_tile, KT - 1), stride = stride_of(in_tile);
+    float* const diagonal = M + rows_before(in_tile) + 8 * in_tile;
     if (SOLVES) {
         if (warp >= WARPS - (KT + 3) / 4) { // in place
             float solved[8];
@@ -579,12 +586,12 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             for (int i = 0; i < 8; ++i) {
                 solved[i] = i == column;
 #pragma unroll
-                for (int j = 0; j < i; ++j) solved[i] += diagonal[i * MS + j] * solved[j];
+                for (int j = 0; j < i; ++j) solved[i] += diagonal[i * stride + j] * solved[j];
             }
             __syncwarp();
             if (inverse_tile < KT)
 #pragma unroll
-                for (int i = 0; i < 8; ++i) diagonal[i * MS + column] = solved[i];
+                for (int i = 0; i < 8; ++i) diagonal[i * stride + column] = solved[i];
         }
     } else if ((by_tiles ? inverse_tile < KT : folds && inverse_tile < PT) && keys_in_use(inverse_tile, inverse_tile + 1)) {
         float solved[8];
@@ -793,8 +800,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         constexpr int x = x_.value;
         if (!keys_in_use(x, x + 1)) return;
         const int j = 8 * x + 2 * q;
-        const float* const square = M + 8 * x * (MS + 1);
-        const float2 both = *reinterpret_cast<const float2*>(square + g * MS + 2 * q);
+        const float* const square = M + rows_before(x) + 8 * x;
+        const float2 both = *reinterpret_cast<const float2*>(square + g * stride_of(x) + 2 * q);
         const Right inverse(SOLVES ? both.x : g > 2 * q ? square[2 * q * MS + g] : g == 2 * q,
                             SOLVES ? both.y : g > 2 * q + 1 ? square[(2 * q + 1) * MS + g] : g == 2 * q + 1);
         Left w[MT];
@@ -804,8 +811,10 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             w[m] = Left(tile[m][x]);
         }
         const auto subtract = [&](auto y, auto) {
-            const int i = 8 * (y.value < KT ? y.value : y.value - KT) + g;
-            const float2 pair = *reinterpret_cast<const float2*>((y.value < KT ? M : A) + i * MS + j);
+            constexpr int tile_of = y.value < KT ? y.value : y.value - KT;
+            const int i = 8 * tile_of + g;
+            const float2 pair = *reinterpret_cast<const float2*>(
+                (y.value < KT ? M + rows_before(tile_of) + g * stride_of(tile_of) : A + i * MS) + j);
             const Right block(SOLVES || i < W0 && j >= lo ? pair.x : 0.0f, SOLVES || i < W0 && j + 1 >= lo ? pair.y : 0.0f);
 #pragma unroll
             for (int m = 0; m < MT; ++m) add_product(tile[m][y.value], w[m], block);
