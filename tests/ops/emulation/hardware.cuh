@@ -2,7 +2,7 @@
 //
 // It is there to find mistakes, so it is as unkind as the real machine may be. Between two points where threads wait for
 // each other, one thread runs after another in random order. Copies arrive when they are waited for, not before; a tile
-// of the copy engine comes at once or at the last moment. Shared memory begins as NaN. Threads of a warp that do not all
+// of the copy engine comes at once or at the last moment, and leaves at the last. Shared memory begins as NaN. Threads of a warp that do not all
 // come to the same instruction of the warp, a barrier that not all reach, a copy that is not waited for, and a write past
 // the end of shared memory stop the launch with a message.
 
@@ -94,6 +94,7 @@ inline u64 seed;
 inline bool opened, asked, arrived;
 inline int limit; // bytes of shared memory that the launch has
 inline std::vector<Copy> tile;
+inline std::vector<std::pair<char*, int>> leaving; // to memory from shared memory, 16 bytes each
 
 inline u32 random(u32 below) {
     seed ^= seed << 13, seed ^= seed >> 7, seed ^= seed << 17;
@@ -165,7 +166,7 @@ inline int choose(int& ahead) {
 template <class Kernel> void run_block(const Kernel& kernel, int count) {
     memset(shared, 0xff, sizeof shared);
     opened = asked = arrived = false;
-    tile.clear();
+    tile.clear(), leaving.clear();
     static const Kernel* entry;
     entry = &kernel;
     if ((int)threads.size() != count) threads = std::vector<Thread>(count);
@@ -191,6 +192,7 @@ template <class Kernel> void run_block(const Kernel& kernel, int count) {
     }
     for (auto& one : threads)
         if (one.state != DONE && mistake.empty()) mistake = "threads of a warp wait for each other at different places";
+    if (!leaving.empty() && mistake.empty()) mistake = "a block that ends before its tile was read";
     for (int at = limit; at < MEMORY + GUARD && mistake.empty(); ++at)
         if ((unsigned char)shared[at] != 0xff) mistake = "a write past the end of shared memory";
 }
@@ -321,7 +323,11 @@ template <int TALL, int WIDE, int BYTES> struct Tile {
     static void write(const TensorMap& map, int index, int slot, u32 from) {
         for (int row = 0; row < TALL; ++row)
             for (int chunk = 0; chunk < WIDE * BYTES / 16; ++chunk)
-                memcpy(of(map, index, slot, row, chunk), shared + from + at(row, chunk), 16);
+                machine::leaving.push_back({of(map, index, slot, row, chunk), from + at(row, chunk)});
+    }
+    static void written() {
+        for (const auto& [to, from] : machine::leaving) memcpy(to, shared + from, 16);
+        machine::leaving.clear();
     }
 };
 inline void after_launch_before() {}

@@ -109,8 +109,9 @@ template <int TALL, int WIDE, int BYTES> struct Tile {
             asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];"
                          ::"l"(&map), "r"(slice * EACH), "r"(index * TALL), "r"(slot), "r"(from + slice * (TALL * 128))
                          : "memory");
-        asm volatile("cp.async.bulk.commit_group;\n cp.async.bulk.wait_group.read 0;" ::: "memory");
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     }
+    D static void written() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); } // no more read from here
 };
 // A launch may begin while the one before it ends (programmatic dependent launch).
 D void after_launch_before() { asm volatile("griddepcontrol.launch_dependents;\n griddepcontrol.wait;" ::: "memory"); }

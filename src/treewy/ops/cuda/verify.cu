@@ -856,7 +856,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         groups<KT, XT, TOGETHER>(take);
     }
 
-    // 8. Outputs, turned over in shared memory; a warp normalises and writes whole rows.
+    // 8. Outputs, turned over in shared memory.
     float* const turned = reinterpret_cast<float*>(shared + AT_OUT);
 #pragma unroll
     for (int x = KT; x < XT; ++x)
@@ -867,7 +867,131 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 const int r = 8 * (x - KT) + 2 * q + e % 2;
                 if (r < n) turned[r * OS + v0 + 16 * m + g + 8 * (e / 2)] = tile[m][x][e];
             }
+    // 9. Fold, where it is due: outer products of solved pending rows and keys. The state travels while outputs are made.
+    if (folds) {
+        if (!SOLVES) groups<0, PT, 1>(solve);
+        const float2 last = c[W0 - 1];
+        const float decay = expf(last.x + last.y);
+        const auto until_last = [&](int j) { return expf((last.x - c[j].x) + (last.y - c[j].y)); };
+#pragma unroll
+        for (int x = 0; x < PT; ++x) {
+            const int j = 8 * x + 2 * q;
+            const bool has_even = j >= lo && j < W0, has_odd = j + 1 >= lo && j + 1 < W0;
+            const float even = until_last(j), odd = until_last(j + 1);
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+                float(&e)[4] = tile[m][x];
+                e[0] = has_even ? e[0] * even : 0.0f, e[1] = has_odd ? e[1] * odd : 0.0f;
+                e[2] = has_even ? e[2] * even : 0.0f, e[3] = has_odd ? e[3] * odd : 0.0f;
+            }
+        }
+        // Keys are multiplied as they are: beside bf16, w in three pieces of bf16, for two tiles of rows at a time; beside fp16,
+        // whose range w may leave, in two of TF32.
+#if BF16
+        u32 w[MT][(PT + 1) / 2][3][4];
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int x = 0; x < PT; ++x)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    float left[2] = {tile[m][x][2 * half], tile[m][x][2 * half + 1]};
+#pragma unroll
+                    for (int piece = 0; piece < 3; ++piece) {
+                        const u32 pair = pack_bf16(left[0], left[1]);
+                        w[m][x / 2][piece][x % 2 * 2 + half] = pair;
+                        left[0] -= low(pair), left[1] -= high(pair);
+                    }
+                }
+#endif
+#pragma unroll 1
+        for (int k = 0; k < DK / 32; ++k) {
+            float sum[MT][4][4]; // four tiles of 8 columns
+            const auto each_pair = [&](const auto& body) { // of a thread's numbers: body(where in shared memory, the two)
+#pragma unroll
+                for (int m = 0; m < MT; ++m)
+#pragma unroll
+                    for (int part = 0; part < 4; ++part)
+#pragma unroll
+                        for (int half = 0; half < 2; ++half)
+                            body(State::at(v0 + 16 * m + g + 8 * half, 8 * k + 2 * part + q / 2) + q % 2 * 8, sum[m][part] + 2 * half);
+            };
+            const auto each_square = [&](const auto& body) { // the same of a warp, by instructions for four 8 x 8 matrices
+#pragma unroll
+                for (int m = 0; m < MT; ++m)
+#pragma unroll
+                    for (int part = 0; part < 4; part += 2)
+                        body(base + AT_S + State::at(v0 + 16 * m + lane % 16, 4 * k + part + lane / 16), sum[m][part], sum[m][part + 1]);
+            };
+            if constexpr (STATE32)
+                each_pair([&](int at, float* to) {
+                    const float2 pair = *reinterpret_cast<const float2*>(shared + AT_S + at);
+                    to[0] = decay * pair.x, to[1] = decay * pair.y;
+                });
+            else
+                each_square([&](u32 at, float (&one)[4], float (&other)[4]) {
+                    u32 pairs[4];
+                    load4(pairs, at);
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        one[2 * half] = decay * low(pairs[half]), one[2 * half + 1] = decay * high(pairs[half]);
+                        other[2 * half] = decay * low(pairs[2 + half]), other[2 * half + 1] = decay * high(pairs[2 + half]);
+                    }
+                });
+            const auto keys_of = [&](u32 (&pairs)[4], int x) {
+                load_transposed(pairs, base + AT_X + x_at(joint_row(8 * x + lane % 8), 4 * k + lane / 8));
+                const int j = 8 * x + 2 * q;
+                const u32 there = (j >= lo && j < W0 ? 0xffffu : 0) | (j + 1 >= lo && j + 1 < W0 ? 0xffff0000u : 0);
+#pragma unroll
+                for (int part = 0; part < 4; ++part) pairs[part] &= there;
+            };
+#pragma unroll
+            for (int x = 0; x < PT; x += BF16 ? 2 : 1) {
+                if (8 * x + (BF16 ? 16 : 8) <= lo) continue;
+                u32 pairs[4];
+                keys_of(pairs, x);
+#if BF16
+                u32 next[4];
+                if (x + 1 < PT) keys_of(next, x + 1);
+#pragma unroll
+                for (int piece = 2; piece >= 0; --piece)
+#pragma unroll
+                    for (int part = 0; part < 4; ++part)
+#pragma unroll
+                        for (int m = 0; m < MT; ++m)
+                            if (x + 1 < PT) product_halves(sum[m][part], w[m][x / 2][piece], pairs[part], next[part]);
+                            else product_halves(sum[m][part], w[m][x / 2][piece], pairs[part]);
+#else
+#pragma unroll
+                for (int m = 0; m < MT; ++m) {
+                    const Left w(tile[m][x]);
+#pragma unroll
+                    for (int part = 0; part < 4; ++part) {
+                        const u32 r0 = __float_as_uint(low(pairs[part])), r1 = __float_as_uint(high(pairs[part]));
+                        product32(sum[m][part], w.small, r0, r1);
+                        product32(sum[m][part], w.big, r0, r1);
+                    }
+                }
+#endif
+            }
+            if constexpr (STATE32)
+                each_pair([&](int at, const float* from) {
+                    *reinterpret_cast<float2*>(shared + AT_S + at) = make_float2(from[0], from[1]);
+                });
+            else
+                each_square([&](u32 at, const float (&one)[4], const float (&other)[4]) {
+                    store4(at, pack(one[0], one[1]), pack(one[2], one[3]), pack(other[0], other[1]), pack(other[2], other[3]));
+                });
+        }
+        before_copy_engine();
+    }
     __syncthreads();
+    if (folds && tid == 0) {
+        p.pending[request * p.HV + head] = 0;
+        State::write(state, head, slot, base + AT_S);
+    }
+
+    // 10. A warp normalises and writes whole rows.
     for (int r = first_row; r / (32 / LANES) * (32 / LANES) < T; r += WARPS * (32 / LANES)) {
         float o[PARTS][EACH];
         float squares = 0.0f;
@@ -906,127 +1030,5 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 else *reinterpret_cast<uint2*>(to) = make_uint2(pairs[0], pairs[1]);
             }
     }
-
-    // 9. Fold, where it is due: outer products of solved pending rows and keys.
-    if (!folds) return;
-    if (!SOLVES) groups<0, PT, 1>(solve);
-    const float2 last = c[W0 - 1];
-    const float decay = expf(last.x + last.y);
-    const auto until_last = [&](int j) { return expf((last.x - c[j].x) + (last.y - c[j].y)); };
-#pragma unroll
-    for (int x = 0; x < PT; ++x) {
-        const int j = 8 * x + 2 * q;
-        const bool has_even = j >= lo && j < W0, has_odd = j + 1 >= lo && j + 1 < W0;
-        const float even = until_last(j), odd = until_last(j + 1);
-#pragma unroll
-        for (int m = 0; m < MT; ++m) {
-            float(&e)[4] = tile[m][x];
-            e[0] = has_even ? e[0] * even : 0.0f, e[1] = has_odd ? e[1] * odd : 0.0f;
-            e[2] = has_even ? e[2] * even : 0.0f, e[3] = has_odd ? e[3] * odd : 0.0f;
-        }
-    }
-    // Keys are multiplied as they are: beside bf16, w in three pieces of bf16, for two tiles of rows at a time; beside fp16,
-    // whose range w may leave, in two of TF32.
-#if BF16
-    u32 w[MT][(PT + 1) / 2][3][4];
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int x = 0; x < PT; ++x)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float left[2] = {tile[m][x][2 * half], tile[m][x][2 * half + 1]};
-#pragma unroll
-                for (int piece = 0; piece < 3; ++piece) {
-                    const u32 pair = pack_bf16(left[0], left[1]);
-                    w[m][x / 2][piece][x % 2 * 2 + half] = pair;
-                    left[0] -= low(pair), left[1] -= high(pair);
-                }
-            }
-#endif
-#pragma unroll 1
-    for (int k = 0; k < DK / 32; ++k) {
-        float sum[MT][4][4]; // four tiles of 8 columns
-        const auto each_pair = [&](const auto& body) { // of a thread's numbers: body(where in shared memory, the two)
-#pragma unroll
-            for (int m = 0; m < MT; ++m)
-#pragma unroll
-                for (int part = 0; part < 4; ++part)
-#pragma unroll
-                    for (int half = 0; half < 2; ++half)
-                        body(State::at(v0 + 16 * m + g + 8 * half, 8 * k + 2 * part + q / 2) + q % 2 * 8, sum[m][part] + 2 * half);
-        };
-        const auto each_square = [&](const auto& body) { // the same of a warp, by instructions for four 8 x 8 matrices
-#pragma unroll
-            for (int m = 0; m < MT; ++m)
-#pragma unroll
-                for (int part = 0; part < 4; part += 2)
-                    body(base + AT_S + State::at(v0 + 16 * m + lane % 16, 4 * k + part + lane / 16), sum[m][part], sum[m][part + 1]);
-        };
-        if constexpr (STATE32)
-            each_pair([&](int at, float* to) {
-                const float2 pair = *reinterpret_cast<const float2*>(shared + AT_S + at);
-                to[0] = decay * pair.x, to[1] = decay * pair.y;
-            });
-        else
-            each_square([&](u32 at, float (&one)[4], float (&other)[4]) {
-                u32 pairs[4];
-                load4(pairs, at);
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    one[2 * half] = decay * low(pairs[half]), one[2 * half + 1] = decay * high(pairs[half]);
-                    other[2 * half] = decay * low(pairs[2 + half]), other[2 * half + 1] = decay * high(pairs[2 + half]);
-                }
-            });
-        const auto keys_of = [&](u32 (&pairs)[4], int x) {
-            load_transposed(pairs, base + AT_X + x_at(joint_row(8 * x + lane % 8), 4 * k + lane / 8));
-            const int j = 8 * x + 2 * q;
-            const u32 there = (j >= lo && j < W0 ? 0xffffu : 0) | (j + 1 >= lo && j + 1 < W0 ? 0xffff0000u : 0);
-#pragma unroll
-            for (int part = 0; part < 4; ++part) pairs[part] &= there;
-        };
-#pragma unroll
-        for (int x = 0; x < PT; x += BF16 ? 2 : 1) {
-            if (8 * x + (BF16 ? 16 : 8) <= lo) continue;
-            u32 pairs[4];
-            keys_of(pairs, x);
-#if BF16
-            u32 next[4];
-            if (x + 1 < PT) keys_of(next, x + 1);
-#pragma unroll
-            for (int piece = 2; piece >= 0; --piece)
-#pragma unroll
-                for (int part = 0; part < 4; ++part)
-#pragma unroll
-                    for (int m = 0; m < MT; ++m)
-                        if (x + 1 < PT) product_halves(sum[m][part], w[m][x / 2][piece], pairs[part], next[part]);
-                        else product_halves(sum[m][part], w[m][x / 2][piece], pairs[part]);
-#else
-#pragma unroll
-            for (int m = 0; m < MT; ++m) {
-                const Left w(tile[m][x]);
-#pragma unroll
-                for (int part = 0; part < 4; ++part) {
-                    const u32 r0 = __float_as_uint(low(pairs[part])), r1 = __float_as_uint(high(pairs[part]));
-                    product32(sum[m][part], w.small, r0, r1);
-                    product32(sum[m][part], w.big, r0, r1);
-                }
-            }
-#endif
-        }
-        if constexpr (STATE32)
-            each_pair([&](int at, const float* from) {
-                *reinterpret_cast<float2*>(shared + AT_S + at) = make_float2(from[0], from[1]);
-            });
-        else
-            each_square([&](u32 at, const float (&one)[4], const float (&other)[4]) {
-                store4(at, pack(one[0], one[1]), pack(one[2], one[3]), pack(other[0], other[1]), pack(other[2], other[3]));
-            });
-    }
-    before_copy_engine();
-    __syncthreads();
-    if (tid == 0) {
-        p.pending[request * p.HV + head] = 0;
-        State::write(state, head, slot, base + AT_S);
-    }
+    if (folds && tid == 0) State::written();
 }
