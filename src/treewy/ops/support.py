@@ -111,16 +111,14 @@ def _not_for_cuda(dims: GDNDims, state: LayerState, rows: int) -> str | None:
 
 def _shared_bytes(dims: GDNDims, state_dtype: torch.dtype, rows: int, joint: int) -> int:
     """At most what cuda/verify.cu lays out there, 16 bytes for the rounding of each piece included."""
-    dk, dv, kept = dims.head_k_dim, dims.head_v_dim, dims.conv_width - 1 if rows else 0
+    dk, dv, kept = dims.head_k_dim, dims.head_v_dim, dims.conv_width - 2 if rows else 0
     padded, padded_rows = -(-joint // 8) * 8, max(8, -(-rows // 8) * 8)
     square = padded if padded % 16 else padded + 8
     solves, tiles = padded <= 32, padded // 8
-    pad = 0 if solves and rows > 8 else 16
+    pad = 16 if (state_dtype != torch.float32 if rows <= 8 else not solves) else 0
     key = 2 * dk + pad
     others = max(rows * key + joint * (2 * dv + pad), rows * (dv + 4) * 4)
-    triangle = tiles * (tiles + 2) // 2 * 64 if solves else padded * square
-    squares = max((triangle + rows * square) * 4, kept * (2 * dk + dv) * 2)
-    known = padded * 32 + padded_rows * 16 + max(2, dk // 64) * rows * 4
-    return (
-        dk * dv * state_dtype.itemsize + max(joint * key + others + squares + known, (joint + padded_rows) * key) + 192
-    )
+    triangle = (tiles * (tiles + 2) // 2 * 64 if solves else padded * square) * 4
+    known = max(triangle + rows * square * 4 + padded * 24 + rows * 8, kept * (2 * dk + dv) * 2)
+    known = max(known + padded * 8 + rows * 8 + max(2, dk // 64) * rows * 4, triangle + padded_rows * square * 4)
+    return dk * dv * state_dtype.itemsize + max(joint * key + others + known, (joint + padded_rows) * key) + 192

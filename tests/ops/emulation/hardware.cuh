@@ -2,9 +2,9 @@
 //
 // It is there to find mistakes, so it is as unkind as the real machine may be. Between two points where threads wait for
 // each other, one thread runs after another in random order. Copies arrive when they are waited for, not before; a tile
-// of the copy engine comes at once or at the last moment, and leaves at the last. Shared memory begins as NaN. Threads of a warp that do not all
-// come to the same instruction of the warp, a barrier that not all reach, a copy that is not waited for, and a write past
-// the end of shared memory stop the launch with a message.
+// of the copy engine comes at once or at the last moment, and leaves at the last. Shared memory begins as NaN. Threads of
+// a warp that do not all come to the same instruction of the warp, a barrier that not all reach, a copy that is not waited
+// for, and a write past the end of shared memory stop the launch with a message.
 
 #pragma once
 

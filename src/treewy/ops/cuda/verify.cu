@@ -90,8 +90,8 @@ constexpr int OS = DV + 4;                   // row stride of the outputs
 constexpr int STATE_BYTES = STATE32 ? 4 : 2;
 using State = Tile<DV, DK, STATE_BYTES>; // of a head
 // Bytes of a row in shared memory. Eight adjacent rows of a chunk lie in different banks: rows are padded, or their chunks
-// permuted, which takes instructions and makes room for another block where windows have 9 to 24 rows.
-constexpr bool PADDED = QT == 1 || !SOLVES;
+// permuted, which takes instructions and makes room for another block beside fp32 states or where windows have 9 to 24 rows.
+constexpr bool PADDED = QT == 1 ? !STATE32 : !SOLVES;
 constexpr int X_ROW = DK * 2 + 16 * PADDED, V_ROW = DV * 2 + 16 * PADDED;
 
 constexpr int later(int at, int bytes) { return at + (bytes + 15) / 16 * 16; }
@@ -103,18 +103,18 @@ constexpr int AT_V = later(AT_X, (ROWS + T) * X_ROW);
 constexpr int AT_OUT = AT_X + ROWS * X_ROW; // in the place of queries and values, when these are used up
 constexpr int AT_M = at_least(later(AT_V, ROWS * V_ROW), later(AT_OUT, T * OS * 4));
 constexpr int AT_A = later(AT_M, rows_before(KT) * 4);
-constexpr int KEPT = at_least(0, CONV - 1), CHANNELS = 2 * DK + DV; // committed inputs; channels of a head
-constexpr int AT_COMMITTED = AT_M; // until the squares are made
-// float2: log decay, beta
-constexpr int AT_GATES = at_least(later(AT_A, T * MS * 4), later(AT_COMMITTED, KEPT * CHANNELS * 2));
-constexpr int AT_C = later(AT_GATES, KR * 8);        // float2: c, in two parts
-constexpr int AT_KEYROWS = later(AT_C, KR * 8);      // float4: b, exp(c) kappa, -b kappa
+constexpr int AT_C = later(AT_A, T * MS * 4);        // float2: c, in two parts
+constexpr int AT_KEYROWS = later(AT_C, KR * 8);      // float4: b, exp(c) kappa, -b kappa, exp(c_P - c) in a fold
 constexpr int AT_QROWS = later(AT_KEYROWS, KR * 16); // float2: rho', exp(c) rho'
-constexpr int AT_MASKS = later(AT_QROWS, QR * 8);
-constexpr int AT_SQUARES = later(AT_MASKS, QR * 8);  // float: of queries and keys, where they were convolved
+constexpr int KEPT = at_least(0, CONV - 1), CHANNELS = 2 * DK + DV; // committed inputs; channels of a head
+constexpr int AT_COMMITTED = AT_M; // all but the oldest, which only a thread's registers need, until the convolution is over
+// float2: log decay, beta
+constexpr int AT_GATES = at_least(later(AT_QROWS, T * 8), later(AT_COMMITTED, at_least(0, KEPT - 1) * CHANNELS * 2));
+constexpr int AT_MASKS = later(AT_GATES, KR * 8);
+constexpr int AT_SQUARES = later(AT_MASKS, T * 8);   // float: of queries and keys, where they were convolved
 // A tile past the last row reads what follows, into columns of nobody.
-constexpr int SHARED = at_least(later(AT_SQUARES, CONV ? at_least(2, DK / 64) * T * 4 : 0), AT_X + (ROWS + QR) * X_ROW);
-static_assert(!T || AT_A + (QR - 1) * MS * 4 + (KT + KT % 2) * 32 <= SHARED, "tiles of A end behind shared memory");
+constexpr int SHARED = at_least(later(AT_SQUARES, CONV ? at_least(2, DK / 64) * T * 4 : 0),
+                                at_least(AT_X + (ROWS + QR) * X_ROW, T ? AT_A + (QR - 1) * MS * 4 + (KT + KT % 2) * 32 : 0));
 
 // Blocks that an SM is to hold: as many as fit its shared memory, with the registers that accumulators need.
 constexpr int REGISTERS = at_most(255, 72 + 4 * MT * XT);
@@ -123,11 +123,12 @@ constexpr int BLOCKS = at_least(1, at_most(228 * 1024 / (SHARED + 1024), 65536 /
 #endif
 extern "C" __constant__ const int launch_bounds[2] = {THREADS, SHARED};
 
-// Where rows are: keys first, in tiles; then queries, in tiles. Where the 16 bytes `chunk` of a row are.
+// Where rows are: keys first, in tiles; then queries, in tiles. Where a byte of a row, or its 16 bytes `chunk`, are.
 D int joint_row(int i) { return SHIFT ? max(i - SHIFT, 0) : i; }
 D int memory_row(int x) { return x < KR ? joint_row(x) : x - KR + ROWS; }
-D int x_at(int row, int chunk) { return row * X_ROW + 16 * (PADDED ? chunk : chunk ^ row & 7); }
-D int v_at(int row, int chunk) { return row * V_ROW + 16 * (PADDED ? chunk : chunk ^ row & 7); }
+D int permuted(int row, int byte) { return PADDED ? byte : byte ^ (row & 7) << 4; }
+D int x_at(int row, int chunk) { return row * X_ROW + permuted(row, chunk * 16); }
+D int v_at(int row, int chunk) { return row * V_ROW + permuted(row, chunk * 16); }
 
 // Four adjacent channels of a head's query, key and value, which stand side by side in this order.
 struct Piece {
@@ -141,10 +142,8 @@ struct Piece {
         return (part == 2 ? 2 * p.H * DK + head * DV : (part * p.H + key_head) * DK) + offset;
     }
     D int at(int r) const { // of row r of the tree, in shared memory
-        static_assert(!CONV || PADDED, "the convolution writes rows as if they were padded");
-        const int row = part == 0 ? AT_X + (ROWS + r) * X_ROW
-                      : part == 1 ? AT_X + (ROWS - T + r) * X_ROW : AT_V + (ROWS - T + r) * V_ROW;
-        return row + offset * 2;
+        const int row = part ? ROWS - T + r : ROWS + r;
+        return (part == 2 ? AT_V + row * V_ROW : AT_X + row * X_ROW) + permuted(row, offset * 2);
     }
 };
 
@@ -221,6 +220,7 @@ struct Gated {
     static constexpr int EACH = at_most(4, DV / LANES), PARTS = DV / LANES / EACH;
     float weight[PARTS][EACH];
     u32 z[PARTS][EACH / 2];
+    float gate[PARTS][EACH]; // weight silu(z)
     const u16* from;
     i64 row;
 
@@ -258,6 +258,16 @@ struct Gated {
         if (r < T)
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) vector(z[part], from + r * row + (part * LANES + lane % LANES) * EACH);
+    }
+
+    D void weigh() {
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+            for (int e = 0; e < EACH; e += 2) {
+                gate[part][e] = weight[part][e] * silu(low(z[part][e / 2]));
+                gate[part][e + 1] = weight[part][e + 1] * silu(high(z[part][e / 2]));
+            }
     }
 
     D static void vector(u32 (&to)[EACH / 2], const u16* from) {
@@ -306,6 +316,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     };
     constexpr int MET = at_least(1, KEPT);
     float4 taps[at_least(1, EACH_THREAD)][MET + 1];
+    uint2 oldest[at_least(1, EACH_THREAD)]; // of the committed inputs: only the last tap meets it
     int codes[at_least(1, T)][MET];
     // Parameters go into the L2, which sees what a launch before this one may still write.
     each_piece([&](int, int, Piece, int channel) {
@@ -349,10 +360,12 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         gate_b = element<GATES32>(p.b, batch * p.b_stride + gate_row * p.b_row + head);
         neg_A = p.neg_A[head], dt_bias = p.dt_bias[head];
     }
-    each_piece([&](int, int index, Piece, int channel) {
+    each_piece([&](int j, int index, Piece, int channel) {
         const u16* const kept = p.conv + slot * p.conv_stride + channel;
+        if (KEPT) oldest[j] = *reinterpret_cast<const uint2*>(kept);
 #pragma unroll
-        for (int i = 0; i < KEPT; ++i) copy<8>(base + AT_COMMITTED + i * (CHANNELS * 2) + index * 8, kept + i * channels);
+        for (int i = 1; i < KEPT; ++i)
+            copy<8>(base + AT_COMMITTED + (i - 1) * (CHANNELS * 2) + index * 8, kept + i * channels);
     });
     close_group();
     Gated gated(p, batch, head, warp, lane);
@@ -421,8 +434,9 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
 #pragma unroll
             for (int step = 0; step < CONV; ++step) {
                 const int code = step == 0 ? r : r < n ? codes[r][at_least(step - 1, 0)] : -1;
-                const uint2 met = *reinterpret_cast<const uint2*>(
-                    shared + (code >= 0 ? piece.at(code) : AT_COMMITTED + (KEPT + code) * (CHANNELS * 2) + index * 8));
+                uint2 met = *reinterpret_cast<const uint2*>(
+                    shared + (code >= 0 ? piece.at(code) : AT_COMMITTED + (KEPT - 1 + code) * (CHANNELS * 2) + index * 8));
+                if (step == KEPT) met.x = code > -KEPT ? met.x : oldest[j].x, met.y = code > -KEPT ? met.y : oldest[j].y;
                 if (step == 0) input[r] = met;
                 sum[0] += low(met.x) * taps[j][step].x, sum[1] += high(met.x) * taps[j][step].y;
                 sum[2] += low(met.y) * taps[j][step].z, sum[3] += high(met.y) * taps[j][step].w;
@@ -518,6 +532,10 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         if (!T || r < 0) return pending;
         return r < n ? pending | (u32)(masks[r] ^ (u64)(x < KR) << r) << LAST : 0;
     };
+    if (folds && tid < P) {
+        const float2 from = c[lo + tid], to = c[W0 - 1];
+        key_rows[lo + tid].w = expf((to.x - from.x) + (to.y - from.y));
+    }
     constexpr int X_TILES = (XT + 1) / 2, WIDE = KT > 3 ? 2 : 1;
     for (int unit = warp; unit < X_TILES * ((KT + WIDE - 1) / WIDE); unit += WARPS) {
         const int x0 = unit % X_TILES * 16, j0 = unit / X_TILES * (8 * WIDE);
@@ -711,6 +729,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     }
 
     // 6. Products of the state with the rows: 16 dv rows by 8 rows a tile; keys first, then queries.
+    if (NORM && QT == 1) gated.weigh();
     wait(state_there);
     float tile[MT][XT][4];
 #pragma unroll
@@ -872,12 +891,11 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         if (!SOLVES) groups<0, PT, 1>(solve);
         const float2 last = c[W0 - 1];
         const float decay = expf(last.x + last.y);
-        const auto until_last = [&](int j) { return expf((last.x - c[j].x) + (last.y - c[j].y)); };
 #pragma unroll
         for (int x = 0; x < PT; ++x) {
             const int j = 8 * x + 2 * q;
             const bool has_even = j >= lo && j < W0, has_odd = j + 1 >= lo && j + 1 < W0;
-            const float even = until_last(j), odd = until_last(j + 1);
+            const float even = key_rows[j].w, odd = key_rows[j + 1].w;
 #pragma unroll
             for (int m = 0; m < MT; ++m) {
                 float(&e)[4] = tile[m][x];
@@ -1008,15 +1026,11 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
 #pragma unroll
             for (int step = 1; step < LANES; step *= 2) squares += __shfl_xor_sync(0xffffffffu, squares, step);
             const float scale = rsqrtf(squares / DV + p.norm_eps);
+            if (QT > 1 || r != first_row) gated.weigh();
 #pragma unroll
             for (int part = 0; part < PARTS; ++part)
 #pragma unroll
-                for (int e = 0; e < EACH; e += 2) {
-                    const u32 pair = gated.z[part][e / 2];
-                    const float gate0 = silu(low(pair)), gate1 = silu(high(pair)); // not within a condition: no branches
-                    o[part][e] *= scale * gated.weight[part][e] * gate0;
-                    o[part][e + 1] *= scale * gated.weight[part][e + 1] * gate1;
-                }
+                for (int e = 0; e < EACH; ++e) o[part][e] *= scale * gated.gate[part][e];
         }
         if (NORM) gated.load(r + WARPS * (32 / LANES), T, lane);
         if (r < T)
