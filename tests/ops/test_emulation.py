@@ -17,7 +17,7 @@ SOURCE = Path(build.__file__).with_name("verify.cu").read_text()
 WAITS = [
     (SOURCE.count("\n", 0, match.start()) + 1, match[0])
     for match in re.finditer(
-        r"__syncthreads\(\);|wait_for_copies\(\);|wait_for_first_group\(\);|wait\(state_there\);|State::written\(\);", SOURCE
+        r"(__syncthreads|wait_for_copies|wait_for_first_group|State::written)\(\);|wait\(state_there\);", SOURCE
     )
 ]
 FUSED, WIDE = Case(4, 12, heads=(1, 2)), Case(18, 20, heads=(1, 2))

@@ -111,11 +111,12 @@ def _not_for_cuda(dims: GDNDims, state: LayerState, rows: int) -> str | None:
 
 def _shared_bytes(dims: GDNDims, state_dtype: torch.dtype, rows: int, joint: int) -> int:
     """At most what cuda/verify.cu lays out there, 16 bytes for the rounding of each piece included."""
-    dk, dv, kept = dims.head_k_dim, dims.head_v_dim, dims.conv_width - 2 if rows else 0
+    dk, dv, wide = dims.head_k_dim, dims.head_v_dim, state_dtype == torch.float32
+    kept = dims.conv_width - 1 - wide if rows else 0
     padded, padded_rows = -(-joint // 8) * 8, max(8, -(-rows // 8) * 8)
     square = padded if padded % 16 else padded + 8
     solves, tiles = padded <= 32, padded // 8
-    pad = 16 if (state_dtype != torch.float32 if rows <= 8 else not solves) else 0
+    pad = 0 if (wide if rows <= 8 else solves) else 16
     key = 2 * dk + pad
     others = max(rows * key + joint * (2 * dv + pad), rows * (dv + 4) * 4)
     triangle = (tiles * (tiles + 2) // 2 * 64 if solves else padded * square) * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from cuda.bindings import driver, nvrtc  # type: ignore[import-untyped]
 
 _SOURCE = Path(__file__).parent
+_RESERVED = 1024
+"""Bytes of shared memory that CUDA takes of an SM for each block."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,8 @@ class Kernel:
     handle: Any
     threads: int
     shared_bytes: int
+    blocks: int  # that fit an SM
+    device: Any  # its properties
 
     def __call__(self, grid: tuple[int, int, int], *parameters: int) -> None:
         """Launches on the current stream of the current device.
@@ -38,9 +43,25 @@ class Kernel:
         launch = driver.CUlaunchConfig()
         launch.gridDimX, launch.gridDimY, launch.gridDimZ = grid
         launch.blockDimX, launch.blockDimY, launch.blockDimZ = self.threads, 1, 1
-        launch.sharedMemBytes, launch.hStream = self.shared_bytes, torch.cuda.current_stream().cuda_stream
+        launch.sharedMemBytes, launch.hStream = (
+            self.shared_for(math.prod(grid)),
+            torch.cuda.current_stream().cuda_stream,
+        )
         launch.attrs, launch.numAttrs = [early], 1
         _check(driver.cuLaunchKernelEx(launch, self.handle, ctypes.addressof(pointers), 0))
+
+    def shared_for(self, grid: int) -> int:
+        """Bytes of shared memory for each of `grid` blocks: what they need, or so much that they spread evenly.
+
+        Blocks that begin while the launch before them ends go where there is room. If a launch fits the SMs at once,
+        but two do not, some SMs would be given more blocks than others.
+        """
+        sms = self.device.multi_processor_count
+        each = -(-grid // sms)
+        if each >= self.blocks or 2 * grid <= self.blocks * sms:
+            return self.shared_bytes
+        share = self.device.shared_memory_per_multiprocessor // each - _RESERVED
+        return max(self.shared_bytes, min(share, self.device.shared_memory_per_block_optin))
 
 
 def compile_source(name: str, defines: tuple[tuple[str, int], ...], arch: str) -> tuple[bytes, str]:
@@ -84,8 +105,10 @@ def kernel(name: str, defines: tuple[tuple[str, int], ...], device: int) -> Kern
         _check(driver.cuMemcpyDtoH(ctypes.addressof(bounds), at, size))
         threads, shared_bytes = bounds
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _check(driver.cuFuncSetAttribute(handle, attribute, shared_bytes))
-        return Kernel(handle, threads, shared_bytes)
+        properties = torch.cuda.get_device_properties(device)
+        _check(driver.cuFuncSetAttribute(handle, attribute, properties.shared_memory_per_block_optin))
+        blocks = _check(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(handle, threads, shared_bytes))
+        return Kernel(handle, threads, shared_bytes, blocks, properties)
 
 
 @lru_cache(maxsize=4096)

@@ -4,7 +4,7 @@
 // The tree's rows meet themselves, their nearest ancestors and the committed inputs in the convolution, then SiLU; keys k
 // and values v of the pending rows went through it in earlier rounds and are kept in a ring, where those of the tree go
 // now. With kappa = 1/|k|, rho = 1/|q|, c = log decays summed along the path (fp64, so that differences of large sums keep
-// their digits) and w = kappa u:
+// their digits; in this file they are binary) and w = kappa u:
 //
 //     (I + L) w = r,   r = b (v - exp(c) kappa S k)    b = beta kappa,  L[i,j] = b_i kappa_i exp(c_i - c_j) k_i.k_j,  j above i
 //     o = exp(c) rho' S q + A w      A[i,j] = rho'_i exp(c_i - c_j) q_i.k_j,  j above i or i,   rho' = rho / sqrt(dk)
@@ -107,9 +107,10 @@ constexpr int AT_C = later(AT_A, T * MS * 4);        // float2: c, in two parts
 constexpr int AT_KEYROWS = later(AT_C, KR * 8);      // float4: b, exp(c) kappa, -b kappa, exp(c_P - c) in a fold
 constexpr int AT_QROWS = later(AT_KEYROWS, KR * 16); // float2: rho', exp(c) rho'
 constexpr int KEPT = at_least(0, CONV - 1), CHANNELS = 2 * DK + DV; // committed inputs; channels of a head
-constexpr int AT_COMMITTED = AT_M; // all but the oldest, which only a thread's registers need, until the convolution is over
+constexpr int APART = KEPT && STATE32; // the oldest of them is in registers, where room is scarce
+constexpr int AT_COMMITTED = AT_M;     // the others, until the convolution is over
 // float2: log decay, beta
-constexpr int AT_GATES = at_least(later(AT_QROWS, T * 8), later(AT_COMMITTED, at_least(0, KEPT - 1) * CHANNELS * 2));
+constexpr int AT_GATES = at_least(later(AT_QROWS, T * 8), later(AT_COMMITTED, (KEPT - APART) * CHANNELS * 2));
 constexpr int AT_MASKS = later(AT_GATES, KR * 8);
 constexpr int AT_SQUARES = later(AT_MASKS, T * 8);   // float: of queries and keys, where they were convolved
 // A tile past the last row reads what follows, into columns of nobody.
@@ -316,7 +317,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     };
     constexpr int MET = at_least(1, KEPT);
     float4 taps[at_least(1, EACH_THREAD)][MET + 1];
-    uint2 oldest[at_least(1, EACH_THREAD)]; // of the committed inputs: only the last tap meets it
+    uint2 oldest[at_least(1, EACH_THREAD)]; // of the committed inputs, if apart: only the last tap meets it
     int codes[at_least(1, T)][MET];
     // Parameters go into the L2, which sees what a launch before this one may still write.
     each_piece([&](int, int, Piece, int channel) {
@@ -362,10 +363,10 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     }
     each_piece([&](int j, int index, Piece, int channel) {
         const u16* const kept = p.conv + slot * p.conv_stride + channel;
-        if (KEPT) oldest[j] = *reinterpret_cast<const uint2*>(kept);
+        if (APART) oldest[j] = *reinterpret_cast<const uint2*>(kept);
 #pragma unroll
-        for (int i = 1; i < KEPT; ++i)
-            copy<8>(base + AT_COMMITTED + (i - 1) * (CHANNELS * 2) + index * 8, kept + i * channels);
+        for (int i = APART; i < KEPT; ++i)
+            copy<8>(base + AT_COMMITTED + (i - APART) * (CHANNELS * 2) + index * 8, kept + i * channels);
     });
     close_group();
     Gated gated(p, batch, head, warp, lane);
@@ -435,8 +436,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             for (int step = 0; step < CONV; ++step) {
                 const int code = step == 0 ? r : r < n ? codes[r][at_least(step - 1, 0)] : -1;
                 uint2 met = *reinterpret_cast<const uint2*>(
-                    shared + (code >= 0 ? piece.at(code) : AT_COMMITTED + (KEPT - 1 + code) * (CHANNELS * 2) + index * 8));
-                if (step == KEPT) met.x = code > -KEPT ? met.x : oldest[j].x, met.y = code > -KEPT ? met.y : oldest[j].y;
+                    shared + (code >= 0 ? piece.at(code) : AT_COMMITTED + (KEPT - APART + code) * (CHANNELS * 2) + index * 8));
+                if (APART && step == KEPT) met.x = code > -KEPT ? met.x : oldest[j].x, met.y = code > -KEPT ? met.y : oldest[j].y;
                 if (step == 0) input[r] = met;
                 sum[0] += low(met.x) * taps[j][step].x, sum[1] += high(met.x) * taps[j][step].y;
                 sum[2] += low(met.y) * taps[j][step].z, sum[3] += high(met.y) * taps[j][step].w;
@@ -511,7 +512,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 of_query += squares[piece * T + r];
                 of_key += squares[(at_least(1, DK / 128) + piece) * T + r];
             }
-        const float kappa = rsqrtf(of_key + p.eps), beta = gates[i].y, from_state = expf((float)decays);
+        decays *= 1.4426950408889634; // to base 2
+        const float kappa = rsqrtf(of_key + p.eps), beta = gates[i].y, from_state = exp2f((float)decays);
         c[i] = make_float2((float)decays, (float)(decays - (float)decays));
         key_rows[i] = make_float4(beta * kappa, from_state * kappa, -beta * kappa * kappa, 0.0f);
         if (r >= 0) {
@@ -534,7 +536,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     };
     if (folds && tid < P) {
         const float2 from = c[lo + tid], to = c[W0 - 1];
-        key_rows[lo + tid].w = expf((to.x - from.x) + (to.y - from.y));
+        key_rows[lo + tid].w = exp2f((to.x - from.x) + (to.y - from.y));
     }
     constexpr int X_TILES = (XT + 1) / 2, WIDE = KT > 3 ? 2 : 1;
     for (int unit = warp; unit < X_TILES * ((KT + WIDE - 1) / WIDE); unit += WARPS) {
@@ -578,8 +580,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 const int j = j0 + 8 * w + 2 * q;
                 if (KT % WIDE && j >= KR || SOLVES && r < 0 && j / 8 > x / 8) continue;
                 const float4 c_j = *reinterpret_cast<const float4*>(c + j);
-                const float even = __expf(fminf((c_i.x - c_j.x) + (c_i.y - c_j.y), 0.0f));
-                const float odd = __expf(fminf((c_i.x - c_j.z) + (c_i.y - c_j.w), 0.0f));
+                const float even = power2(fminf((c_i.x - c_j.x) + (c_i.y - c_j.y), 0.0f));
+                const float odd = power2(fminf((c_i.x - c_j.z) + (c_i.y - c_j.w), 0.0f));
                 const float* const s0 = sum[w][0] + 2 * half;
                 const float* const s1 = sum[w][1] + 2 * half;
                 float2 pair = make_float2((s0[0] + s1[0]) * (even * factor), (s0[1] + s1[1]) * (odd * factor));
@@ -630,7 +632,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     }
     // A (I + L)^-1, from the last column of a row's path to its first; then in halves in its place, the large ones of a tile
     // before its small ones. By tiles on the matrix unit, 16 rows a warp, where paths or histories are long; else a thread a
-    // row along its path.
+    // row along its path, and all threads for the halves.
     if (by_tiles) {
         __syncthreads();
         if (16 * warp < n) {
@@ -674,57 +676,61 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                         halve(b[x][2 * half], b[x][2 * half + 1], to[0], to[4]);
                     }
         }
-    } else if (!SOLVES && tid < n) {
-        const Mask path = (Mask)masks[tid];
-        float* const row = A + tid * MS;
-        constexpr int W4 = at_most(32, W0 + 3) / 4 * 4;
-        float b[at_least(4, W4)]; // of pending rows
+    } else if (!SOLVES) {
+        if (tid < n) {
+            const Mask path = (Mask)masks[tid];
+            float* const row = A + tid * MS;
+            constexpr int W4 = at_most(32, W0 + 3) / 4 * 4;
+            float b[at_least(4, W4)]; // of pending rows
 #pragma unroll
-        for (int j = 0; j < W4; j += 4) {
-            const float4 four = *reinterpret_cast<const float4*>(row + j);
-            b[j] = four.x, b[j + 1] = four.y, b[j + 2] = four.z, b[j + 3] = four.w;
-        }
-        const auto spread = [&](int i, float solved, auto end) { // over the columns before `end`
-            const float* const from = M + i * MS;
-#pragma unroll
-            for (int j = 0; j < end.value; j += 4) {
-                const float4 four = *reinterpret_cast<const float4*>(from + j);
-                b[j] += solved * four.x;
-                if (j + 1 < end.value) b[j + 1] += solved * four.y;
-                if (j + 2 < end.value) b[j + 2] += solved * four.z;
-                if (j + 3 < end.value) b[j + 3] += solved * four.w;
+            for (int j = 0; j < W4; j += 4) {
+                const float4 four = *reinterpret_cast<const float4*>(row + j);
+                b[j] = four.x, b[j + 1] = four.y, b[j + 2] = four.z, b[j + 3] = four.w;
             }
-        };
-        for (Mask rest = path; rest;) {
-            const int r = highest(rest), i = W0 + r;
-            float solved = row[i];
-            for (Mask deeper = path & ~(((Mask)2 << r) - 1); deeper; deeper &= deeper - 1) {
-                const int k = W0 + lowest(deeper);
-                solved += row[k] * M[k * MS + i];
-            }
-            row[i] = solved;
-            spread(i, solved, Constant<at_most(32, W0)>());
-            rest ^= (Mask)1 << r;
-        }
-        descending<at_most(32, W0)>([&](auto i) { spread(i.value, i.value >= lo ? b[i.value] : 0.0f, i); });
+            const auto spread = [&](int i, float solved, auto end) { // over the columns before `end`
+                const float* const from = M + i * MS;
 #pragma unroll
-        for (int x = 0; x < KT; ++x) {
+                for (int j = 0; j < end.value; j += 4) {
+                    const float4 four = *reinterpret_cast<const float4*>(from + j);
+                    b[j] += solved * four.x;
+                    if (j + 1 < end.value) b[j + 1] += solved * four.y;
+                    if (j + 2 < end.value) b[j + 2] += solved * four.z;
+                    if (j + 3 < end.value) b[j + 3] += solved * four.w;
+                }
+            };
+            for (Mask rest = path; rest;) {
+                const int r = highest(rest), i = W0 + r;
+                float solved = row[i];
+                for (Mask deeper = path & ~(((Mask)2 << r) - 1); deeper; deeper &= deeper - 1) {
+                    const int k = W0 + lowest(deeper);
+                    solved += row[k] * M[k * MS + i];
+                }
+                row[i] = solved;
+                spread(i, solved, Constant<at_most(32, W0)>());
+                rest ^= (Mask)1 << r;
+            }
+            descending<at_most(32, W0)>([&](auto i) { spread(i.value, i.value >= lo ? b[i.value] : 0.0f, i); });
+#pragma unroll
+            for (int j = 0; j < at_most(32, W0); ++j) row[j] = b[j];
+        }
+        __syncthreads();
+        for (int at = tid; at < n * KT; at += THREADS) {
+            const int x = at % KT, first = 8 * x;
+            const Mask path = (Mask)masks[at / KT];
+            float* const eight = A + at / KT * MS + first;
             float e[8];
 #pragma unroll
             for (int k = 0; k < 8; k += 4) {
-                const float4 four = *reinterpret_cast<const float4*>(row + 8 * x + k);
+                const float4 four = *reinterpret_cast<const float4*>(eight + k);
                 e[k] = four.x, e[k + 1] = four.y, e[k + 2] = four.z, e[k + 3] = four.w;
             }
 #pragma unroll
-            for (int k = 0; k < 8; ++k) {
-                const int j = 8 * x + k;
-                if (j < at_most(32, W0)) e[k] = j >= lo ? b[at_most(j, W4 - 1)] : 0.0f;
-                else e[k] = path >> (j - W0) & 1 ? e[k] : 0.0f;
-            }
+            for (int k = 0; k < 8; ++k)
+                e[k] = (first + k < W0 ? first + k >= lo : path >> (first + k - W0) & 1) ? e[k] : 0.0f;
             uint4 big, small;
             halve(e[0], e[1], big.x, small.x), halve(e[2], e[3], big.y, small.y);
             halve(e[4], e[5], big.z, small.z), halve(e[6], e[7], big.w, small.w);
-            *reinterpret_cast<uint4*>(row + 8 * x) = big, *reinterpret_cast<uint4*>(row + 8 * x + 4) = small;
+            *reinterpret_cast<uint4*>(eight) = big, *reinterpret_cast<uint4*>(eight + 4) = small;
         }
     }
 
@@ -890,7 +896,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     if (folds) {
         if (!SOLVES) groups<0, PT, 1>(solve);
         const float2 last = c[W0 - 1];
-        const float decay = expf(last.x + last.y);
+        const float decay = exp2f(last.x + last.y);
 #pragma unroll
         for (int x = 0; x < PT; ++x) {
             const int j = 8 * x + 2 * q;
@@ -922,84 +928,84 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                     }
                 }
 #endif
-#pragma unroll 1
-        for (int k = 0; k < DK / 32; ++k) {
-            float sum[MT][4][4]; // four tiles of 8 columns
-            const auto each_pair = [&](const auto& body) { // of a thread's numbers: body(where in shared memory, the two)
+        // 16 columns of the state at a time; the next ones are asked for early. A thread's numbers are pairs of a row, and a
+        // warp's are 8 x 8 matrices for the instructions that move four.
+        const auto pair_at = [&](int k, int m, int part, int half) {
+            return AT_S + State::at(v0 + 16 * m + g + 8 * half, 4 * k + 2 * part + q / 2) + q % 2 * 8;
+        };
+        const auto squares_at = [&](int k, int m) {
+            return base + AT_S + State::at(v0 + 16 * m + lane % 16, 2 * k + lane / 16);
+        };
+        float2 pairs[MT][2][2]; // of fp32
+        u32 squares[MT][4];     // of 16 bits
+        const auto load_state = [&](int k) {
 #pragma unroll
-                for (int m = 0; m < MT; ++m)
+            for (int m = 0; m < MT; ++m)
+                if (STATE32)
 #pragma unroll
-                    for (int part = 0; part < 4; ++part)
+                    for (int e = 0; e < 4; ++e)
+                        pairs[m][e / 2][e % 2] = *reinterpret_cast<const float2*>(shared + pair_at(k, m, e / 2, e % 2));
+                else load4(squares[m], squares_at(k, m));
+        };
+        load_state(0);
+#pragma unroll 2
+        for (int k = 0; k < DK / 16; ++k) {
+            float sum[MT][2][4]; // two tiles of 8 columns
 #pragma unroll
-                        for (int half = 0; half < 2; ++half)
-                            body(State::at(v0 + 16 * m + g + 8 * half, 8 * k + 2 * part + q / 2) + q % 2 * 8, sum[m][part] + 2 * half);
-            };
-            const auto each_square = [&](const auto& body) { // the same of a warp, by instructions for four 8 x 8 matrices
+            for (int m = 0; m < MT; ++m)
 #pragma unroll
-                for (int m = 0; m < MT; ++m)
+                for (int e = 0; e < 4; ++e) {
+                    const float2 pair = pairs[m][e / 2][e % 2];
+                    sum[m][e / 2][e % 2 * 2] = decay * (STATE32 ? pair.x : low(squares[m][e]));
+                    sum[m][e / 2][e % 2 * 2 + 1] = decay * (STATE32 ? pair.y : high(squares[m][e]));
+                }
+            load_state(min(k + 1, DK / 16 - 1));
 #pragma unroll
-                    for (int part = 0; part < 4; part += 2)
-                        body(base + AT_S + State::at(v0 + 16 * m + lane % 16, 4 * k + part + lane / 16), sum[m][part], sum[m][part + 1]);
-            };
-            if constexpr (STATE32)
-                each_pair([&](int at, float* to) {
-                    const float2 pair = *reinterpret_cast<const float2*>(shared + AT_S + at);
-                    to[0] = decay * pair.x, to[1] = decay * pair.y;
-                });
-            else
-                each_square([&](u32 at, float (&one)[4], float (&other)[4]) {
-                    u32 pairs[4];
-                    load4(pairs, at);
+            for (int x = 0; x < PT; x += 2) {
+                if (8 * x + 16 <= lo) continue;
+                u32 keys[4]; // of two tiles of rows, by two of columns
+                load_transposed(keys, base + AT_X + x_at(joint_row(8 * x + lane % 16), 2 * k + lane / 16));
 #pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        one[2 * half] = decay * low(pairs[half]), one[2 * half + 1] = decay * high(pairs[half]);
-                        other[2 * half] = decay * low(pairs[2 + half]), other[2 * half + 1] = decay * high(pairs[2 + half]);
-                    }
-                });
-            const auto keys_of = [&](u32 (&pairs)[4], int x) {
-                load_transposed(pairs, base + AT_X + x_at(joint_row(8 * x + lane % 8), 4 * k + lane / 8));
-                const int j = 8 * x + 2 * q;
-                const u32 there = (j >= lo && j < W0 ? 0xffffu : 0) | (j + 1 >= lo && j + 1 < W0 ? 0xffff0000u : 0);
-#pragma unroll
-                for (int part = 0; part < 4; ++part) pairs[part] &= there;
-            };
-#pragma unroll
-            for (int x = 0; x < PT; x += BF16 ? 2 : 1) {
-                if (8 * x + (BF16 ? 16 : 8) <= lo) continue;
-                u32 pairs[4];
-                keys_of(pairs, x);
+                for (int e = 0; e < 4; ++e) {
+                    const int j = 8 * (x + e % 2) + 2 * q;
+                    keys[e] &= (j >= lo && j < W0 ? 0xffffu : 0) | (j + 1 >= lo && j + 1 < W0 ? 0xffff0000u : 0);
+                }
 #if BF16
-                u32 next[4];
-                if (x + 1 < PT) keys_of(next, x + 1);
 #pragma unroll
                 for (int piece = 2; piece >= 0; --piece)
 #pragma unroll
-                    for (int part = 0; part < 4; ++part)
+                    for (int part = 0; part < 2; ++part)
 #pragma unroll
                         for (int m = 0; m < MT; ++m)
-                            if (x + 1 < PT) product_halves(sum[m][part], w[m][x / 2][piece], pairs[part], next[part]);
-                            else product_halves(sum[m][part], w[m][x / 2][piece], pairs[part]);
+                            if (x + 1 < PT) product_halves(sum[m][part], w[m][x / 2][piece], keys[2 * part], keys[2 * part + 1]);
+                            else product_halves(sum[m][part], w[m][x / 2][piece], keys[2 * part]);
 #else
 #pragma unroll
-                for (int m = 0; m < MT; ++m) {
-                    const Left w(tile[m][x]);
+                for (int y = x; y < at_most(x + 2, PT); ++y)
 #pragma unroll
-                    for (int part = 0; part < 4; ++part) {
-                        const u32 r0 = __float_as_uint(low(pairs[part])), r1 = __float_as_uint(high(pairs[part]));
-                        product32(sum[m][part], w.small, r0, r1);
-                        product32(sum[m][part], w.big, r0, r1);
+                    for (int m = 0; m < MT; ++m) {
+                        const Left w(tile[m][y]);
+#pragma unroll
+                        for (int part = 0; part < 2; ++part) {
+                            const u32 two = keys[2 * part + y - x], r0 = __float_as_uint(low(two)), r1 = __float_as_uint(high(two));
+                            product32(sum[m][part], w.small, r0, r1);
+                            product32(sum[m][part], w.big, r0, r1);
+                        }
                     }
-                }
 #endif
             }
-            if constexpr (STATE32)
-                each_pair([&](int at, const float* from) {
-                    *reinterpret_cast<float2*>(shared + AT_S + at) = make_float2(from[0], from[1]);
-                });
-            else
-                each_square([&](u32 at, const float (&one)[4], const float (&other)[4]) {
-                    store4(at, pack(one[0], one[1]), pack(one[2], one[3]), pack(other[0], other[1]), pack(other[2], other[3]));
-                });
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+                const float(&s)[2][4] = sum[m];
+                if (STATE32)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        *reinterpret_cast<float2*>(shared + pair_at(k, m, e / 2, e % 2)) =
+                            make_float2(s[e / 2][e % 2 * 2], s[e / 2][e % 2 * 2 + 1]);
+                else
+                    store4(squares_at(k, m), pack(s[0][0], s[0][1]), pack(s[0][2], s[0][3]), pack(s[1][0], s[1][1]),
+                           pack(s[1][2], s[1][3]));
+            }
         }
         before_copy_engine();
     }
