@@ -210,11 +210,13 @@ COMPILED = [
     Case(4, 12, 64, 128, weight=BF16), Case(15, 12, 128, 256, FP32), Case(4, 20, 256, 64, weight=None),
     Case(1, 12, 128, 64, FP16, FP16), Case(40, 12, 256, 128),
 ]  # fmt: skip
+BLOCKS = {Case(4, 12): 5, Case(4, 12, state=FP32): 3, Case(15, 12): 4}
+"""That an SM is to hold of a window, with the convolution where it is fused."""
 ALLOWED_SPILL = 64
 """Bytes a thread, for windows of one and four rows at 128 x 128; in tens of thousands of instructions."""
 
 
-OF_A_BLOCK = 227 * 1024
+OF_A_BLOCK, OF_AN_SM = 227 * 1024, 228 * 1024
 """Shared memory on compute capability 9.0, in bytes."""
 
 
@@ -266,6 +268,33 @@ def test_what_users_meet_compiles_and_fits(case, launches):
         if case.rows in (1, 4) and (case.dk, case.dv) == (128, 128):
             assert spilled <= ALLOWED_SPILL
     assert shared >= said - (256 if 0 < case.rows <= launch.FUSED_ROWS else 1024)  # without a convolution
+
+
+@pytest.mark.parametrize("case", BLOCKS, ids=str)
+def test_how_many_blocks_fit_an_sm(case, launches):
+    round_ = Round(case)
+    (round_.run_whole if case.rows <= launch.FUSED_ROWS else round_.run)(round_.state, fold_always=False)
+    threads, shared = constant(build.compile_source(*launches[0][:2], "sm_90")[0])
+    assert threads == 128
+    assert OF_AN_SM // (shared + build.RESERVED) == BLOCKS[case]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "grid", "each"),
+    [
+        (5, 32, 5), (5, 330, 5), (5, 331, 3), (5, 512, 4), (5, 528, 4), (5, 529, 5), (5, 2048, 5),  # of 132 SMs
+        (3, 256, 2), (3, 132, 3), (2, 256, 2), (2, 133, 2), (1, 132, 1),
+    ],
+)  # fmt: skip
+def test_launches_that_fit_at_once_are_spread(blocks, grid, each):
+    """No SM may hold more blocks than it is to have, where two launches do not fit."""
+    sm = SimpleNamespace(
+        multi_processor_count=132, shared_memory_per_multiprocessor=OF_AN_SM, shared_memory_per_block_optin=OF_A_BLOCK
+    )
+    needed = OF_AN_SM // blocks - build.RESERVED
+    shared = build.Kernel(None, 128, needed, blocks, sm).shared_for(grid)
+    assert needed <= shared <= OF_A_BLOCK
+    assert OF_AN_SM // (shared + build.RESERVED) == each
 
 
 def test_a_mistake_in_the_source_is_told_with_its_place():

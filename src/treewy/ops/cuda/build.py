@@ -13,7 +13,7 @@ import torch
 from cuda.bindings import driver, nvrtc  # type: ignore[import-untyped]
 
 _SOURCE = Path(__file__).parent
-_RESERVED = 1024
+RESERVED = 1024
 """Bytes of shared memory that CUDA takes of an SM for each block."""
 
 
@@ -60,8 +60,9 @@ class Kernel:
         each = -(-grid // sms)
         if each >= self.blocks or 2 * grid <= self.blocks * sms:
             return self.shared_bytes
-        share = self.device.shared_memory_per_multiprocessor // each - _RESERVED
-        return max(self.shared_bytes, min(share, self.device.shared_memory_per_block_optin))
+        share: int = self.device.shared_memory_per_multiprocessor // each - RESERVED
+        most: int = self.device.shared_memory_per_block_optin
+        return max(self.shared_bytes, min(share, most))
 
 
 def compile_source(name: str, defines: tuple[tuple[str, int], ...], arch: str) -> tuple[bytes, str]:
@@ -105,7 +106,7 @@ def kernel(name: str, defines: tuple[tuple[str, int], ...], device: int) -> Kern
         _check(driver.cuMemcpyDtoH(ctypes.addressof(bounds), at, size))
         threads, shared_bytes = bounds
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        properties = torch.cuda.get_device_properties(device)
+        properties: Any = torch.cuda.get_device_properties(device)
         _check(driver.cuFuncSetAttribute(handle, attribute, properties.shared_memory_per_block_optin))
         blocks = _check(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(handle, threads, shared_bytes))
         return Kernel(handle, threads, shared_bytes, blocks, properties)

@@ -119,8 +119,9 @@ template <int TALL, int WIDE, int BYTES> struct Tile {
     }
     D static void written() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); } // no more read from here
 };
-// A launch may begin while the one before it ends (programmatic dependent launch).
-D void after_launch_before() { asm volatile("griddepcontrol.launch_dependents;\n griddepcontrol.wait;" ::: "memory"); }
+// A launch may begin while the one before it ends (programmatic dependent launch); not before the one before that has ended,
+// or blocks of three launches meet and crowd some SMs while others have none.
+D void after_launch_before() { asm volatile("griddepcontrol.wait;\n griddepcontrol.launch_dependents;" ::: "memory"); }
 D void before_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 D void load4(u32 (&r)[4], u32 from) {
