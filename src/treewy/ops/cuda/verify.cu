@@ -16,8 +16,8 @@
 //     every round and written once more. Up to 8 rows, queries never leave the SM.
 //   * Bytes in flight. The state comes by the tensor copy engine, 32 KiB (bf16) by one thread, in the permutation that the
 //     matrix unit's loads want, and up to five blocks an SM wait for theirs while others compute. The small rows are asked
-//     for first: behind the states of all blocks they would come last, and everything starts with them. The convolution
-//     runs while pending rows and the state travel.
+//     for first, and a 16-bit state when they are there, or the convolution is over: behind the states of all blocks rows
+//     would come last, and everything starts with them. The convolution runs while pending rows travel.
 //   * The matrix unit. dv is M, rows of the window are N, in steps of 8, so a window of 4 rows is not padded to 16 or 64.
 //     16-bit keys, queries and states are multiplied as they are: exact products, fp32 sums.
 //   * Up to 32 rows are solved once the state is there: forward substitution by blocks of 8, TF32 with both operands split
@@ -409,7 +409,12 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 copy<16>(base + AT_V + v_at(i - SHIFT, tid % V_CHUNKS), values + place(i) * value_row + tid % V_CHUNKS * 8);
     }
     close_group();
-    if (tid == 0) State::read(base + AT_S, state, head, slot, state_there);
+    // The state, which is needed last: asked for early it would keep the rows of other blocks waiting. One of fp32 is so large
+    // that it is late as it is.
+    const auto ask_for_state = [&](bool now) {
+        if (now && tid == 0) State::read(base + AT_S, state, head, slot, state_there);
+    };
+    ask_for_state(STATE32);
     if (gate_row < n) {
         const float x = gate_a + dt_bias;
         const float log_decay = neg_A * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
@@ -471,7 +476,9 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 if (lane % LANES == r) squares[(piece.part * (DK / 4 / LANES) + piece.offset / (4 * LANES)) * T + r] = sums[r];
         }
     });
+    ask_for_state(CONV && !STATE32);
     wait_for_copies();
+    ask_for_state(!CONV && !STATE32);
     __syncthreads();
 
     // 3. What is known of a row: its norms, the sum of decays along its path. EACH_ROW lanes a row.
