@@ -29,8 +29,13 @@ def plot(results: Results, path: Path) -> None:
     for number, count in enumerate(rows):
         line = sorted((r for r in best if r.rows == count), key=lambda r: r.batch)
         _draw(axes[0, 0], axes[0, 1], line, [r.batch for r in line], f"verify, {count} rows", f"C{number}", results)
-    store_all = sorted((r for r in records if r.impl == "vllm store_all cuda"), key=lambda r: r.batch)
-    _draw(axes[0, 0], axes[0, 1], store_all, [r.batch for r in store_all], "vLLM store-all, 4 rows", "0.5", results)
+    chains = {
+        "deferred, 4 rows": ([r for r in records if (r.impl, r.case, r.rows) == ("cuda", "deferred", 4)], "C4"),
+        "vLLM store-all, 4 rows": ([r for r in records if r.impl == "vllm store_all cuda"], "0.5"),
+    }
+    for label, (line, color) in chains.items():
+        line.sort(key=lambda r: r.batch)
+        _draw(axes[0, 0], axes[0, 1], line, [r.batch for r in line], label, color, results)
     for number, batch in enumerate(ROWS_BATCHES):
         line = sorted((r for r in best if r.batch == batch), key=lambda r: r.rows)
         _draw(axes[1, 0], axes[1, 1], line, [r.rows for r in line], f"verify, batch {batch}", f"C{number}", results)
