@@ -31,6 +31,15 @@ def test_a_point_more_keeps_what_was_noted_by_hand(results):
     assert list(found)[-1] == "records"
 
 
+@pytest.mark.parametrize(("breakable", "how"), [(None, "without"), ("1", "without"), ("0", "through")])
+def test_the_file_says_how_graphs_were_captured(results, monkeypatch, breakable, how):
+    monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH", raising=False)
+    if breakable:
+        monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", breakable)
+    serving.save("mine", record(1), "a command")
+    assert f"captured by vLLM {how} torch.compile" in json.loads((results / "mine.json").read_text())["method"]
+
+
 def test_results_that_do_not_exist_are_not_shown(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["serving.py", "--show", "--name", "missing"])
     with pytest.raises(SystemExit) as stopped:
