@@ -270,20 +270,25 @@ def test_what_users_meet_compiles_and_fits(case, launches):
     assert shared >= said - (256 if 0 < case.rows <= launch.FUSED_ROWS else 1024)  # without a convolution
 
 
+def held(shared):
+    """Blocks of so many bytes that an SM holds."""
+    return OF_AN_SM // (-(-shared // build.GRANULE) * build.GRANULE + build.RESERVED)
+
+
 @pytest.mark.parametrize("case", BLOCKS, ids=str)
 def test_how_many_blocks_fit_an_sm(case, launches):
     round_ = Round(case)
     (round_.run_whole if case.rows <= launch.FUSED_ROWS else round_.run)(round_.state, fold_always=False)
     threads, shared = constant(build.compile_source(*launches[0][:2], "sm_90")[0])
     assert threads == 128
-    assert OF_AN_SM // (shared + build.RESERVED) == BLOCKS[case]
+    assert held(shared) == BLOCKS[case]
 
 
 @pytest.mark.parametrize(
     ("blocks", "grid", "each"),
     [
         (5, 32, 5), (5, 330, 5), (5, 331, 3), (5, 512, 4), (5, 528, 4), (5, 529, 5), (5, 2048, 5),  # of 132 SMs
-        (3, 256, 2), (3, 132, 3), (2, 256, 2), (2, 133, 2), (1, 132, 1),
+        (7, 660, 5), (8, 900, 7), (3, 256, 2), (3, 132, 3), (2, 256, 2), (2, 133, 2), (1, 132, 1),
     ],
 )  # fmt: skip
 def test_launches_that_fit_at_once_are_spread(blocks, grid, each):
@@ -291,10 +296,10 @@ def test_launches_that_fit_at_once_are_spread(blocks, grid, each):
     sm = SimpleNamespace(
         multi_processor_count=132, shared_memory_per_multiprocessor=OF_AN_SM, shared_memory_per_block_optin=OF_A_BLOCK
     )
-    needed = OF_AN_SM // blocks - build.RESERVED
+    needed = (OF_AN_SM // blocks - build.RESERVED) // build.GRANULE * build.GRANULE
     shared = build.Kernel(None, 128, needed, blocks, sm).shared_for(grid)
     assert needed <= shared <= OF_A_BLOCK
-    assert OF_AN_SM // (shared + build.RESERVED) == each
+    assert held(shared) == each
 
 
 def test_a_mistake_in_the_source_is_told_with_its_place():

@@ -1,4 +1,4 @@
-"""What the emulation of the CUDA kernel finds: each barrier and each wait that is taken out of the kernel.
+"""What the emulation of the CUDA kernel finds: each barrier, fence and wait that is taken out of the kernel.
 
 A kernel that passes in it passes because it is right, not because the emulation is kind.
 """
@@ -17,7 +17,9 @@ SOURCE = Path(build.__file__).with_name("verify.cu").read_text()
 WAITS = [
     (SOURCE.count("\n", 0, match.start()) + 1, match[0])
     for match in re.finditer(
-        r"(__syncthreads|wait_for_copies|wait_for_first_group|State::written)\(\);|wait\(state_there\);", SOURCE
+        r"(__syncthreads|wait_for_copies|wait_for_first_group|before_copy_engine|State::written)\(\);|wait\(state_there\);"
+        r"|__syncwarp\(\);(?=\s+if \(inverse_tile)",
+        SOURCE,
     )
 ]
 FUSED, WIDE = Case(4, 12, heads=(1, 2)), Case(18, 20, heads=(1, 2))
@@ -37,7 +39,7 @@ def test_a_wait_that_is_missing_is_found(line, monkeypatch, tmp_path):
     cases = [(FUSED, "run_whole"), (WIDE, "run")]
     expected = [outputs(*case) for case in cases]
     lines = SOURCE.split("\n")
-    lines[line - 1] = re.sub(r"(__syncthreads|wait\w*|State::written)\([a-z_]*\);", ";", lines[line - 1])
+    lines[line - 1] = re.sub(r"(__sync\w+|wait\w*|before_copy_engine|State::written)\([a-z_]*\);", ";", lines[line - 1])
     (tmp_path / "verify.cu").write_text("\n".join(lines))
     monkeypatch.setattr(emulation, "SOURCE", tmp_path)
     monkeypatch.setattr(emulation, "_compiled", cache(emulation._compiled.__wrapped__))

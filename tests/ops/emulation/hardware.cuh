@@ -81,6 +81,7 @@ struct Thread {
     void* part;
     std::vector<Copy> copies;
     int groups; // closed
+    bool fenced; // what it wrote is there for the copy engine
 };
 
 struct Index { unsigned x, y, z; };
@@ -170,7 +171,7 @@ template <class Kernel> void run_block(const Kernel& kernel, int count) {
     static const Kernel* entry;
     entry = &kernel;
     if ((int)threads.size() != count) threads = std::vector<Thread>(count);
-    for (auto& one : threads) one.begun = false, one.state = READY, one.copies.clear(), one.groups = 0;
+    for (auto& one : threads) one.begun = false, one.state = READY, one.copies.clear(), one.groups = 0, one.fenced = false;
     static int ahead;
     ahead = 0;
     while (mistake.empty()) {
@@ -223,7 +224,6 @@ template <class Number> Number from_lane(Number mine, int lane) {
         &part);
     return part.take;
 }
-template <class Number> Number __shfl_sync(u32, Number mine, int lane) { return from_lane(mine, lane % 32); }
 template <class Number> Number __shfl_xor_sync(u32, Number mine, int mask) {
     return from_lane(mine, machine::thread.x % 32 ^ mask);
 }
@@ -306,6 +306,8 @@ inline void wait(u32) {
     if (!machine::arrived) arrive();
 }
 
+inline void before_copy_engine() { machine::self().fenced = true; }
+
 template <int TALL, int WIDE, int BYTES> struct Tile {
     static int at(int row, int chunk) { return chunk / 8 * (TALL * 128) + row * 128 + (((chunk % 8) ^ (row & 7)) << 4); }
     static char* of(const TensorMap& map, int index, int slot, int row, int chunk) {
@@ -321,6 +323,8 @@ template <int TALL, int WIDE, int BYTES> struct Tile {
         if (machine::random(2)) arrive();
     }
     static void write(const TensorMap& map, int index, int slot, u32 from) {
+        for (const auto& one : machine::threads)
+            if (!one.fenced) machine::stop("a tile that not all threads have given to the copy engine");
         for (int row = 0; row < TALL; ++row)
             for (int chunk = 0; chunk < WIDE * BYTES / 16; ++chunk)
                 machine::leaving.push_back({of(map, index, slot, row, chunk), from + at(row, chunk)});
@@ -331,7 +335,6 @@ template <int TALL, int WIDE, int BYTES> struct Tile {
     }
 };
 inline void after_launch_before() {}
-inline void before_copy_engine() {}
 
 // ---- The matrix unit
 

@@ -15,6 +15,8 @@ from cuda.bindings import driver, nvrtc  # type: ignore[import-untyped]
 _SOURCE = Path(__file__).parent
 RESERVED = 1024
 """Bytes of shared memory that CUDA takes of an SM for each block."""
+GRANULE = 128
+"""Bytes in multiples of which it is given out."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Kernel:
     threads: int
     shared_bytes: int
     blocks: int  # that fit an SM
-    device: Any  # its properties
+    properties: Any  # of the device
 
     def __call__(self, grid: tuple[int, int, int], *parameters: int) -> None:
         """Launches on the current stream of the current device.
@@ -56,12 +58,12 @@ class Kernel:
         Blocks that begin while the launch before them ends go where there is room. If a launch fits the SMs at once,
         but two do not, some SMs would be given more blocks than others.
         """
-        sms = self.device.multi_processor_count
+        sms = self.properties.multi_processor_count
         each = -(-grid // sms)
         if each >= self.blocks or 2 * grid <= self.blocks * sms:
             return self.shared_bytes
-        share: int = self.device.shared_memory_per_multiprocessor // each - RESERVED
-        most: int = self.device.shared_memory_per_block_optin
+        share: int = (self.properties.shared_memory_per_multiprocessor // each - RESERVED) // GRANULE * GRANULE
+        most: int = self.properties.shared_memory_per_block_optin
         return max(self.shared_bytes, min(share, most))
 
 

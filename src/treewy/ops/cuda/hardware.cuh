@@ -50,16 +50,15 @@ template <int IS32> D float element(const void* base, i64 at) {
     return IS32 ? static_cast<const float*>(base)[at] : low(static_cast<const u16*>(base)[at]);
 }
 
-D float power2(float x) { // of x <= 0, to 22 bits; 0 below 2^-126
+D float power2(float x) { // to 22 bits; 0 below 2^-126
     float power;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
     return power;
 }
 
 D float silu(float x) {
-    float e, inverse;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.44269504f));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + e));
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + power2(x * -1.44269504f)));
     return x * inverse;
 }
 

@@ -20,8 +20,9 @@
 //     would come last, and everything starts with them. The convolution runs while pending rows travel.
 //   * The matrix unit. dv is M, rows of the window are N, in steps of 8, so a window of 4 rows is not padded to 16 or 64.
 //     16-bit keys, queries and states are multiplied as they are: exact products, fp32 sums.
-//   * Up to 32 rows are solved once the state is there: forward substitution by blocks of 8, TF32 with both operands split
-//     in two, error 2^-21 of the terms. A fold needs them anyway, in an outer product with keys in which w has 24 or 22 bits.
+//   * Up to 32 joint rows are solved once the state is there: forward substitution by blocks of 8, TF32 with both operands
+//     split in two, error about 2^-21 of the terms. A fold needs them anyway, in an outer product with keys in which w has 24
+//     or 22 bits.
 //   * With more rows, no solve on the long side. Outputs need A w = (A (I + L)^-1) r, and the product of the two squares is
 //     made of keys and gates alone, on rows of at most 96 columns, in fp32 quality, while the state travels. Its product with
 //     r, which only outputs see, is of 16-bit halves, error 2^-16 of its terms. Solved are pending rows, for a fold.
@@ -90,7 +91,8 @@ constexpr int OS = DV + 4;                   // row stride of the outputs
 constexpr int STATE_BYTES = STATE32 ? 4 : 2;
 using State = Tile<DV, DK, STATE_BYTES>; // of a head
 // Bytes of a row in shared memory. Eight adjacent rows of a chunk lie in different banks: rows are padded, or their chunks
-// permuted, which takes instructions and makes room for another block beside fp32 states or where windows have 9 to 24 rows.
+// permuted, which takes instructions and makes room for another block: in windows of up to 8 rows beside fp32 states, in wider
+// ones where rows are solved.
 constexpr bool PADDED = QT == 1 ? !STATE32 : !SOLVES;
 constexpr int X_ROW = DK * 2 + 16 * PADDED, V_ROW = DV * 2 + 16 * PADDED;
 
@@ -120,7 +122,7 @@ constexpr int SHARED = at_least(later(AT_SQUARES, CONV ? at_least(2, DK / 64) * 
 // Blocks that an SM is to hold: as many as fit its shared memory, with the registers that accumulators need.
 constexpr int REGISTERS = at_most(255, 72 + 4 * MT * XT);
 #ifndef BLOCKS
-constexpr int BLOCKS = at_least(1, at_most(228 * 1024 / (SHARED + 1024), 65536 / (THREADS * REGISTERS)));
+constexpr int BLOCKS = at_least(1, at_most(228 * 1024 / ((SHARED + 127) / 128 * 128 + 1024), 65536 / (THREADS * REGISTERS)));
 #endif
 extern "C" __constant__ const int launch_bounds[2] = {THREADS, SHARED};
 
@@ -284,8 +286,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap state) {
     extern __shared__ __align__(1024) char shared[];
     const u32 base = address(shared);
-    float* const M = reinterpret_cast<float*>(shared + AT_M); // -L below the diagonal; above it, inverses of blocks
-    float* const A = reinterpret_cast<float*>(shared + AT_A); // A, then A (I + L)^-1
+    float* const M = reinterpret_cast<float*>(shared + AT_M); // -L below the diagonal; inverses of blocks, in place or above
+    float* const A = reinterpret_cast<float*>(shared + AT_A); // A; with more rows then A (I + L)^-1, in halves
     float2* const gates = reinterpret_cast<float2*>(shared + AT_GATES);
     float2* const c = reinterpret_cast<float2*>(shared + AT_C);
     float4* const key_rows = reinterpret_cast<float4*>(shared + AT_KEYROWS);
@@ -302,8 +304,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     const i64 batch = blockIdx.z;
     const int channels = 2 * p.H * DK + p.HV * DV;
 
-    // 1. Ask for everything, each thing as soon as its address is known; first for what others wait for. A thread of the
-    // convolution has four channels, whose inputs only it reads.
+    // 1. Ask for everything but a 16-bit state, each thing as soon as its address is known; first for what others wait for. A
+    // thread of the convolution has four channels, whose inputs only it reads.
     if (tid == 0) open(state_there);
     constexpr int PIECES = CONV ? CHANNELS / 4 : 0, EACH_THREAD = (PIECES + THREADS - 1) / THREADS;
     // Pieces of this thread: body(which of them, its index in the block, piece, channel).
@@ -442,7 +444,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 const int code = step == 0 ? r : r < n ? codes[r][at_least(step - 1, 0)] : -1;
                 uint2 met = *reinterpret_cast<const uint2*>(
                     shared + (code >= 0 ? piece.at(code) : AT_COMMITTED + (KEPT - APART + code) * (CHANNELS * 2) + index * 8));
-                if (APART && step == KEPT) met.x = code > -KEPT ? met.x : oldest[j].x, met.y = code > -KEPT ? met.y : oldest[j].y;
+                if (APART && step == KEPT) // what was read is no input, if the code is the oldest's
+                    met.x = code > -KEPT ? met.x : oldest[j].x, met.y = code > -KEPT ? met.y : oldest[j].y;
                 if (step == 0) input[r] = met;
                 sum[0] += low(met.x) * taps[j][step].x, sum[1] += high(met.x) * taps[j][step].y;
                 sum[2] += low(met.y) * taps[j][step].z, sum[3] += high(met.y) * taps[j][step].w;
@@ -683,7 +686,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                         halve(b[x][2 * half], b[x][2 * half + 1], to[0], to[4]);
                     }
         }
-    } else if (!SOLVES) {
+    } else if (T && !SOLVES) {
         if (tid < n) {
             const Mask path = (Mask)masks[tid];
             float* const row = A + tid * MS;
@@ -940,11 +943,11 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         const auto pair_at = [&](int k, int m, int part, int half) {
             return AT_S + State::at(v0 + 16 * m + g + 8 * half, 4 * k + 2 * part + q / 2) + q % 2 * 8;
         };
-        const auto squares_at = [&](int k, int m) {
+        const auto matrices_at = [&](int k, int m) {
             return base + AT_S + State::at(v0 + 16 * m + lane % 16, 2 * k + lane / 16);
         };
         float2 pairs[MT][2][2]; // of fp32
-        u32 squares[MT][4];     // of 16 bits
+        u32 matrices[MT][4];    // of 16 bits
         const auto load_state = [&](int k) {
 #pragma unroll
             for (int m = 0; m < MT; ++m)
@@ -952,7 +955,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
 #pragma unroll
                     for (int e = 0; e < 4; ++e)
                         pairs[m][e / 2][e % 2] = *reinterpret_cast<const float2*>(shared + pair_at(k, m, e / 2, e % 2));
-                else load4(squares[m], squares_at(k, m));
+                else load4(matrices[m], matrices_at(k, m));
         };
         load_state(0);
 #pragma unroll 2
@@ -963,19 +966,19 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const float2 pair = pairs[m][e / 2][e % 2];
-                    sum[m][e / 2][e % 2 * 2] = decay * (STATE32 ? pair.x : low(squares[m][e]));
-                    sum[m][e / 2][e % 2 * 2 + 1] = decay * (STATE32 ? pair.y : high(squares[m][e]));
+                    sum[m][e / 2][e % 2 * 2] = decay * (STATE32 ? pair.x : low(matrices[m][e]));
+                    sum[m][e / 2][e % 2 * 2 + 1] = decay * (STATE32 ? pair.y : high(matrices[m][e]));
                 }
             load_state(min(k + 1, DK / 16 - 1));
 #pragma unroll
             for (int x = 0; x < PT; x += 2) {
                 if (8 * x + 16 <= lo) continue;
-                u32 keys[4]; // of two tiles of rows, by two of columns
-                load_transposed(keys, base + AT_X + x_at(joint_row(8 * x + lane % 16), 2 * k + lane / 16));
+                u32 factors[4]; // keys of two tiles of rows, by two of columns
+                load_transposed(factors, base + AT_X + x_at(joint_row(8 * x + lane % 16), 2 * k + lane / 16));
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const int j = 8 * (x + e % 2) + 2 * q;
-                    keys[e] &= (j >= lo && j < W0 ? 0xffffu : 0) | (j + 1 >= lo && j + 1 < W0 ? 0xffff0000u : 0);
+                    factors[e] &= (j >= lo && j < W0 ? 0xffffu : 0) | (j + 1 >= lo && j + 1 < W0 ? 0xffff0000u : 0);
                 }
 #if BF16
 #pragma unroll
@@ -983,9 +986,11 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
 #pragma unroll
                     for (int part = 0; part < 2; ++part)
 #pragma unroll
-                        for (int m = 0; m < MT; ++m)
-                            if (x + 1 < PT) product_halves(sum[m][part], w[m][x / 2][piece], keys[2 * part], keys[2 * part + 1]);
-                            else product_halves(sum[m][part], w[m][x / 2][piece], keys[2 * part]);
+                        for (int m = 0; m < MT; ++m) {
+                            const u32 even = factors[2 * part], odd = factors[2 * part + 1];
+                            if (x + 1 < PT) product_halves(sum[m][part], w[m][x / 2][piece], even, odd);
+                            else product_halves(sum[m][part], w[m][x / 2][piece], even);
+                        }
 #else
 #pragma unroll
                 for (int y = x; y < at_most(x + 2, PT); ++y)
@@ -994,7 +999,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                         const Left w(tile[m][y]);
 #pragma unroll
                         for (int part = 0; part < 2; ++part) {
-                            const u32 two = keys[2 * part + y - x], r0 = __float_as_uint(low(two)), r1 = __float_as_uint(high(two));
+                            const u32 two = factors[2 * part + y - x];
+                            const u32 r0 = __float_as_uint(low(two)), r1 = __float_as_uint(high(two));
                             product32(sum[m][part], w.small, r0, r1);
                             product32(sum[m][part], w.big, r0, r1);
                         }
@@ -1010,7 +1016,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                         *reinterpret_cast<float2*>(shared + pair_at(k, m, e / 2, e % 2)) =
                             make_float2(s[e / 2][e % 2 * 2], s[e / 2][e % 2 * 2 + 1]);
                 else
-                    store4(squares_at(k, m), pack(s[0][0], s[0][1]), pack(s[0][2], s[0][3]), pack(s[1][0], s[1][1]),
+                    store4(matrices_at(k, m), pack(s[0][0], s[0][1]), pack(s[0][2], s[0][3]), pack(s[1][0], s[1][1]),
                            pack(s[1][2], s[1][3]));
             }
         }
