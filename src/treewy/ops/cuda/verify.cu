@@ -150,10 +150,12 @@ struct Piece {
     }
 };
 
-// An fp32 number as two of TF32, which the matrix unit cuts to their upper 19 bits: x = big + small (1 + 2^-10).
+// An fp32 number as two of TF32, which the matrix unit cuts to their upper 19 bits. Cut, x = big + small (1 + 2^-10). Beside states
+// of fp32 both are rounded, and products of small parts count: keys that repeat each other would make much of a bias of 2^-22.
 D void split(float x, u32& big, u32& small) {
-    big = __float_as_uint(x) & 0xffffe000u;
-    small = __float_as_uint(x - __uint_as_float(big));
+    constexpr u32 HALF = STATE32 ? 0x1000u : 0;
+    big = __float_as_uint(x) + HALF & 0xffffe000u;
+    small = __float_as_uint(x - __uint_as_float(big)) + HALF;
 }
 
 // A tile of accumulators, 16 dv rows by 8 rows, as the left operand of the next product. The matrix unit's k-th column
@@ -180,12 +182,14 @@ D void set_product(float (&c)[4], const Left& a, const Right& b) {
     float rest[4] = {};
     c[0] = c[1] = c[2] = c[3] = 0.0f;
     product32(c, a.big, b.big[0], b.big[1]);
+    if (STATE32) product32(rest, a.small, b.small[0], b.small[1]);
     product32(rest, a.small, b.big[0], b.big[1]);
     product32(rest, a.big, b.small[0], b.small[1]);
 #pragma unroll
     for (int e = 0; e < 4; ++e) c[e] += rest[e];
 }
 D void add_product(float (&c)[4], const Left& a, const Right& b) {
+    if (STATE32) product32(c, a.small, b.small[0], b.small[1]);
     product32(c, a.small, b.big[0], b.big[1]);
     product32(c, a.big, b.small[0], b.small[1]);
     product32(c, a.big, b.big[0], b.big[1]);
