@@ -14,7 +14,6 @@ if not torch.cuda.is_available():
 elif find_spec("vllm") is None:
     collect_ignore_glob = ["test_*"]  # a machine for the other GPU tests
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # test workers would share a core
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # greedy only

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.no_cover  # tracing makes interpreted kernels several t
 
 SERVER = ["--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", "4", "--block-size", "32"]
 MTP = ["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}']
-GIB = 2**30
+CACHE = 2**28
 
 
 def server(arguments: list[str], **of: int | None) -> doctor.Server:
@@ -21,7 +21,7 @@ def server(arguments: list[str], **of: int | None) -> doctor.Server:
 
 def test_it_says_what_the_engine_then_does(checkpoint) -> None:
     """Class 18, 19, 20: bytes to the byte, concurrency as vLLM computes it but for layers that fill a group up."""
-    said = server([str(checkpoint), *SERVER, *MTP], cache_bytes=GIB, context=None)
+    said = server([str(checkpoint), *SERVER, *MTP], cache_bytes=CACHE, context=None)
     assert said.problems == []
     assert (said.runner, said.mode, said.window, said.requested, said.context) == ("V2", "deferred", 4, 4, 512)
     assert (said.gdn_layers, said.attention_layers, said.prefix_caching) == (3, 2, True)
@@ -33,7 +33,8 @@ def test_it_says_what_the_engine_then_does(checkpoint) -> None:
     from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
     for holding in said.holdings:
-        with running(checkpoint, holding.mode, max_model_len=512, enable_prefix_caching=True) as engine:
+        settings = {"max_model_len": 512, "kv_cache_memory_bytes": CACHE, "enable_prefix_caching": True}
+        with running(checkpoint, holding.mode, **settings) as engine:
             groups = engine.runner.kv_cache_config.kv_cache_groups
             spec = next(group.kv_cache_spec for group in groups if hasattr(group.kv_cache_spec, "mamba_type"))
             assert holding.states == said.gdn_layers * holding.blocks * spec.state_content_size_bytes
@@ -59,7 +60,7 @@ def test_it_names_what_to_change(checkpoint, monkeypatch: pytest.MonkeyPatch) ->
 def test_refused_settings_have_no_holdings(checkpoint) -> None:
     """A window that is too long is refused as in a server, before its state is laid out."""
     long = ["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 100}']
-    said = server([str(checkpoint), *SERVER, *long], cache_bytes=GIB, context=None)
+    said = server([str(checkpoint), *SERVER, *long], cache_bytes=CACHE, context=None)
     assert "num_speculative_tokens is 100; a window has at most 63 draft nodes" in said.problems
     assert said.holdings == []
     short = ["--additional-config", '{"treewy": {"history_rows": 2}}']
