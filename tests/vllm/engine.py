@@ -11,6 +11,7 @@ import functools
 import gc
 import math
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -160,8 +161,19 @@ class Engine:
 def unwatched() -> Iterator[None]:
     """Triton's interpreter looks for no overflows, which takes a fifth of a step: its kernels are vLLM's own here."""
     builder = interpreter.interpreter_builder
-    with mock.patch.object(builder, "options", replace(builder.options, sanitize_overflow=False)):
+    with untraced(), mock.patch.object(builder, "options", replace(builder.options, sanitize_overflow=False)):
         yield
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """In a worker of pytest-xdist a tracer stays on under `no_cover` of pytest-cov, and a step takes twice as long."""
+    tracer = sys.gettrace()
+    sys.settrace(None)
+    try:
+        yield
+    finally:
+        sys.settrace(tracer)
 
 
 def undrawn(*_: Any, **__: Any) -> float:

@@ -100,7 +100,7 @@ def test_a_block_that_is_not_written_is_seen(checkpoint, oracle: Oracle, monkeyp
     monkeypatch.setattr(commit, "publish", lambda *_: None)
     with start(checkpoint, "deferred") as engine:
         prompt = prompts(1, 21, 21, 5)[0]
-        (text,) = engine.generate([prompt], 120)
+        (text,) = engine.generate([prompt], 250)
         with pytest.raises(AssertionError, match=r"state of layer 0 after \d+ tokens of"):
             continued(engine, [*prompt, *text], oracle)
         engine.run()
