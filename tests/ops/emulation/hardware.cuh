@@ -376,6 +376,21 @@ inline void store4(u32 to, u32 r0, u32 r1, u32 r2, u32 r3) {
 }
 inline void load_transposed(u32 (&r)[2], u32 from) { load({r, 2, true, from}); }
 
+// A sum as the matrix unit makes it: nothing is rounded, terms are cut a little below the last bit of the largest one, and the
+// sum to fp32 (Fasi et al., Numerical behavior of NVIDIA tensor cores, 2021; Hopper is taken to have two more bits).
+template <int COUNT> float cut_sum(const double (&terms)[COUNT]) {
+    double largest = 0.0, sum = 0.0;
+    for (double term : terms) largest = std::fmax(largest, std::fabs(term));
+    if (!std::isfinite(largest) || largest == 0.0) {
+        for (double term : terms) sum += term;
+        return sum;
+    }
+    const double unit = std::ldexp(1.0, std::ilogb(largest) - 23 - 2);
+    for (double term : terms) sum += std::trunc(term / unit) * unit;
+    const float nearest = sum;
+    return std::fabs((double)nearest) > std::fabs(sum) ? std::nextafter(nearest, 0.0f) : nearest;
+}
+
 // c += a b with 16 x WIDE by WIDE x 8; a register holds PER numbers of a row.
 template <int WIDE, int PER, class Number> void product(float (&c)[4], const u32* a, const u32* b, const Number& number) {
     struct Part { float* c; const u32 *a, *b; const Number* number; } part = {c, a, b, &number};
@@ -395,9 +410,9 @@ template <int WIDE, int PER, class Number> void product(float (&c)[4], const u32
             for (int lane = 0; lane < 32; ++lane)
                 for (int e = 0; e < 4; ++e) {
                     const int row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
-                    double sum = part_of(lane).c[e];
-                    for (int k = 0; k < WIDE; ++k) sum += (double)A[row][k] * B[k][column];
-                    part_of(lane).c[e] = sum;
+                    double terms[WIDE + 1] = {part_of(lane).c[e]};
+                    for (int k = 0; k < WIDE; ++k) terms[k + 1] = (double)A[row][k] * B[k][column];
+                    part_of(lane).c[e] = cut_sum(terms);
                 }
         },
         &part);

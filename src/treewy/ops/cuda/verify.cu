@@ -189,10 +189,16 @@ D void set_product(float (&c)[4], const Left& a, const Right& b) {
     for (int e = 0; e < 4; ++e) c[e] += rest[e];
 }
 D void add_product(float (&c)[4], const Left& a, const Right& b) {
-    if (STATE32) product32(c, a.small, b.small[0], b.small[1]);
-    product32(c, a.small, b.big[0], b.big[1]);
-    product32(c, a.big, b.small[0], b.small[1]);
-    product32(c, a.big, b.big[0], b.big[1]);
+    if (STATE32) { // the matrix unit cuts sums, so the smaller they are, the better
+        float sum[4];
+        set_product(sum, a, b);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) c[e] += sum[e];
+    } else {
+        product32(c, a.small, b.big[0], b.big[1]);
+        product32(c, a.big, b.small[0], b.small[1]);
+        product32(c, a.big, b.big[0], b.big[1]);
+    }
 }
 
 // Two fp32 numbers as two pairs of bf16: x = big + small (1 + 2^-8).
