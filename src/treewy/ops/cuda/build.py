@@ -45,10 +45,8 @@ class Kernel:
         launch = driver.CUlaunchConfig()
         launch.gridDimX, launch.gridDimY, launch.gridDimZ = grid
         launch.blockDimX, launch.blockDimY, launch.blockDimZ = self.threads, 1, 1
-        launch.sharedMemBytes, launch.hStream = (
-            self.shared_for(math.prod(grid)),
-            torch.cuda.current_stream().cuda_stream,
-        )
+        launch.sharedMemBytes = self.shared_for(math.prod(grid))
+        launch.hStream = torch.cuda.current_stream().cuda_stream
         launch.attrs, launch.numAttrs = [early], 1
         _check(driver.cuLaunchKernelEx(launch, self.handle, ctypes.addressof(pointers), 0))
 
