@@ -94,13 +94,13 @@ requests. tokens_per_s counts output tokens over the whole point, its start and 
 to its first token, tpot_ms the mean over requests of the time between tokens after the first; running, waiting and
 KV-cache peaks are the scheduler's, step by step. step_ms_decode and step_ms_mixed are medians of the time between the
 outputs of steps without and with prompt tokens. state_bytes_per_request is what a running request holds in recurrent
-states, side buffers included. In all arms decode batches are captured as full CUDA graphs and steps with prompts as
-piecewise ones between attention and GDN layers (FULL_AND_PIECEWISE), captured by vLLM """
+states, side buffers included. GDN prompts by the Triton kernels of vLLM. In all arms decode batches are captured as
+full CUDA graphs and steps with prompts as piecewise ones between attention and GDN layers (FULL_AND_PIECEWISE),
+captured by vLLM """
 CAPTURED = {
-    "1": "without torch.compile (VLLM_USE_BREAKABLE_CUDAGRAPH=1), so what Inductor would fuse stays apart",
-    "0": "through torch.compile with Inductor (VLLM_USE_BREAKABLE_CUDAGRAPH=0)",
+    "1": "without torch.compile (VLLM_USE_BREAKABLE_CUDAGRAPH=1), so what Inductor would fuse stays apart.",
+    "0": "through torch.compile with Inductor (VLLM_USE_BREAKABLE_CUDAGRAPH=0).",
 }
-PROMPTS = "; GDN prompts by the Triton kernels of vLLM."
 
 
 def engine_settings(arm: str, gmu: float, model: str, extra: dict[str, Any]) -> dict[str, Any]:
@@ -273,7 +273,7 @@ def save(name: str, record: dict[str, Any], command: str) -> None:
     records = [other for other in old["records"] if [other[key] for key in point] != here] + [record]
     missing = set(product(ARMS, LIMITS, CONCURRENCIES)) - {tuple(each[key] for key in point) for each in records}
     begun = {"command": command, **provenance("vllm", "triton")}
-    method = METHOD.replace("\n", " ") + CAPTURED[os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")] + PROMPTS
+    method = METHOD.replace("\n", " ") + CAPTURED[os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")]
     told = {"complete": not missing, "method": method, "model": MODEL}
     noted = {key: value for key, value in old.items() if key not in {"records", *begun, *told}}  # by hand
     head = json.dumps({**begun, **noted, **told}, indent=1, ensure_ascii=False)
