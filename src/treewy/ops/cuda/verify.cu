@@ -21,8 +21,8 @@
 //   * The matrix unit. dv is M, rows of the window are N, in steps of 8, so a window of 4 rows is not padded to 16 or 64.
 //     16-bit keys, queries and states are multiplied as they are: exact products, fp32 sums.
 //   * Up to 32 joint rows are solved once the state is there: forward substitution by blocks of 8, TF32 with both operands
-//     split in two, error about 2^-21 of the terms. A fold needs them anyway, in an outer product with keys in which w has 24
-//     or 22 bits.
+//     split in two, error about 2^-21 of the terms; beside fp32 states bf16 with both in three, 2^-24. A fold needs them
+//     anyway, in an outer product with keys in which w has 24 or 22 bits.
 //   * With more rows, no solve on the long side. Outputs need A w = (A (I + L)^-1) r, and the product of the two squares is
 //     made of keys and gates alone, on rows of at most 96 columns, in fp32 quality, while the state travels. Its product with
 //     r, which only outputs see, is of 16-bit halves, error 2^-16 of its terms. Solved are pending rows, for a fold.
@@ -150,9 +150,15 @@ struct Piece {
     }
 };
 
-// An fp32 number as two of TF32, which the matrix unit cuts to their upper 19 bits. Cut, x = big + small (1 + 2^-10). Beside states
-// of fp32 both are rounded, the small one nearly, and products of small parts count: keys that repeat each other would make
-// much of a bias of 2^-22.
+// The matrix unit cuts its sums, always towards zero. Beside states of fp32 sums of a few products are therefore made from zero
+// and added up here, where they are rounded.
+D void add_up(float (&c)[4], const float (&sum)[4]) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) c[e] += sum[e];
+}
+
+// An fp32 number as two of TF32, which the matrix unit cuts to their upper 19 bits. Cut, x = big + small (1 + 2^-10). Of
+// a state of fp32 both are rounded, the small one nearly; every fourth number loses its last bit.
 D void split(float x, u32& big, u32& small) {
     constexpr u32 HALF = STATE32 ? 0x1000u : 0;
     constexpr float ABOUT_HALF = STATE32 ? 1.0f + 0.7f / 2048 : 1.0f; // of the last bit; a factor, so that NaN stays NaN
@@ -160,8 +166,53 @@ D void split(float x, u32& big, u32& small) {
     small = __float_as_uint((x - __uint_as_float(big)) * ABOUT_HALF);
 }
 
-// A tile of accumulators, 16 dv rows by 8 rows, as the left operand of the next product. The matrix unit's k-th column
-// is row 2k of the tile for k < 4 and row 2 (k - 4) + 1 above, on both sides of the product.
+// Two fp32 numbers as two pairs of bf16: x = big + small (1 + 2^-8).
+D void halve(float x, float y, u32& big, u32& small) {
+    big = pack_bf16(x, y);
+    small = pack_bf16(x - __uint_as_float(big << 16), y - __uint_as_float(big & 0xffff0000u));
+}
+// The pair of bf16 next to two fp32 numbers, which is taken off them: the third leaves nothing.
+D u32 take(float (&two)[2]) {
+    const u32 pair = pack_bf16(two[0], two[1]);
+    two[0] -= __uint_as_float(pair << 16), two[1] -= __uint_as_float(pair & 0xffff0000u);
+    return pair;
+}
+
+// A tile of accumulators, 16 dv rows by 8 rows, as the left operand of the next product; an 8 x 8 block as the right one, its
+// rows 2 q and 2 q + 1, of one column; c = a b or c += a b, in fp32 quality. Keys that repeat each other make much of what is
+// lost: beside states of fp32 operands keep every bit.
+#if STATE32
+// Three pieces of bf16. The matrix unit takes 16 columns, and so two products at a time.
+struct Right {
+    u32 piece[3];
+    D Right() {}
+    D Right(float x, float y) {
+        float two[2] = {x, y};
+#pragma unroll
+        for (u32& pair : piece) pair = take(two);
+    }
+};
+struct Left {
+    Right row[2]; // g, g + 8
+    D Left() {}
+    D explicit Left(const float (&c)[4]) : row{Right(c[0], c[1]), Right(c[2], c[3])} {}
+};
+D void set_product(float (&c)[4], const Left& a, const Right& b) {
+    const auto add = [&](int a0, int b0, int a1, int b1) { // products of pieces; those left out are below 2^-24
+        const u32 left[4] = {a.row[0].piece[a0], a.row[1].piece[a0], a.row[0].piece[a1], a.row[1].piece[a1]};
+        product_halves(c, left, b.piece[b0], b.piece[b1]);
+    };
+    c[0] = c[1] = c[2] = c[3] = 0.0f;
+    add(0, 2, 2, 0), add(0, 1, 1, 0), add(1, 1, 0, 0);
+}
+D void add_product(float (&c)[4], const Left& a, const Right& b) {
+    float sum[4];
+    set_product(sum, a, b);
+    add_up(c, sum);
+}
+#else
+// Two parts of TF32. The matrix unit's k-th column is row 2k of the tile for k < 4 and row 2 (k - 4) + 1 above, on both sides of
+// the product.
 struct Left {
     u32 big[4], small[4];
     D Left() {}
@@ -172,42 +223,24 @@ struct Left {
         split(c[3], big[3], small[3]);
     }
 };
-
-// An 8 x 8 block as the right operand: its rows 2 q and 2 q + 1, of one column.
 struct Right {
     u32 big[2], small[2];
     D Right(float x, float y) { split(x, big[0], small[0]), split(y, big[1], small[1]); }
 };
-
-// c = a b or c += a b, in fp32 quality.
 D void set_product(float (&c)[4], const Left& a, const Right& b) {
     float rest[4] = {};
     c[0] = c[1] = c[2] = c[3] = 0.0f;
     product32(c, a.big, b.big[0], b.big[1]);
-    if (STATE32) product32(rest, a.small, b.small[0], b.small[1]);
     product32(rest, a.small, b.big[0], b.big[1]);
     product32(rest, a.big, b.small[0], b.small[1]);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) c[e] += rest[e];
+    add_up(c, rest);
 }
 D void add_product(float (&c)[4], const Left& a, const Right& b) {
-    if (STATE32) { // the matrix unit cuts sums, so the smaller they are, the better
-        float sum[4];
-        set_product(sum, a, b);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) c[e] += sum[e];
-    } else {
-        product32(c, a.small, b.big[0], b.big[1]);
-        product32(c, a.big, b.small[0], b.small[1]);
-        product32(c, a.big, b.big[0], b.big[1]);
-    }
+    product32(c, a.small, b.big[0], b.big[1]);
+    product32(c, a.big, b.small[0], b.small[1]);
+    product32(c, a.big, b.big[0], b.big[1]);
 }
-
-// Two fp32 numbers as two pairs of bf16: x = big + small (1 + 2^-8).
-D void halve(float x, float y, u32& big, u32& small) {
-    big = pack_bf16(x, y);
-    small = pack_bf16(x - __uint_as_float(big << 16), y - __uint_as_float(big & 0xffff0000u));
-}
+#endif
 
 template <int N> struct Constant { static constexpr int value = N; };
 
@@ -535,7 +568,9 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 of_key += squares[(at_least(1, DK / 128) + piece) * T + r];
             }
         decays *= 1.4426950408889634; // to base 2
-        const float kappa = rsqrtf(of_key + p.eps), beta = gates[i].y, from_state = exp2f((float)decays);
+        float kappa = rsqrtf(of_key + p.eps);
+        if (STATE32) kappa = fmaf(0.5f * kappa, fmaf(-(of_key + p.eps) * kappa, kappa, 1.0f), kappa); // to its last bit
+        const float beta = gates[i].y, from_state = exp2f((float)decays);
         c[i] = make_float2((float)decays, (float)(decays - (float)decays));
         key_rows[i] = make_float4(beta * kappa, from_state * kappa, -beta * kappa * kappa, 0.0f);
         if (r >= 0) {
@@ -585,8 +620,15 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             for (int w = 0; w < WIDE; ++w) {
                 u32 right[4];
                 load4(right, base + AT_X + x_at(joint_row(min(j0 + 8 * w, KR - 8) + lane % 8), 4 * k + lane / 8));
-                product16(sum[w][0], left[0], right[0], right[1]);
-                product16(sum[w][1], left[1], right[2], right[3]);
+                if constexpr (STATE32) {
+                    float part[2][4] = {};
+                    product16(part[0], left[0], right[0], right[1]);
+                    product16(part[1], left[1], right[2], right[3]);
+                    add_up(sum[w][0], part[0]), add_up(sum[w][1], part[1]);
+                } else {
+                    product16(sum[w][0], left[0], right[0], right[1]);
+                    product16(sum[w][1], left[1], right[2], right[3]);
+                }
             }
         }
 #pragma unroll
@@ -795,6 +837,9 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
 #pragma unroll
             for (int x = 0; x < count.value; ++x)
                 load4(right[x], base + AT_X + x_at(memory_row(8 * (x0.value + x) + lane % 8), 4 * k + lane / 8));
+#if STATE32
+            float sum[MT][count.value][4] = {}; // of keys
+#endif
 #pragma unroll
             for (int step = 0; step < (STATE32 ? 4 : 2); ++step)
 #pragma unroll
@@ -803,12 +848,19 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                     for (int m = 0; m < MT; ++m) {
 #if STATE32
                         const u32 r0 = __float_as_uint(low(right[x][step])), r1 = __float_as_uint(high(right[x][step]));
-                        product32(tile[m][x0.value + x], small[m][step], r0, r1);
-                        product32(tile[m][x0.value + x], big[m][step], r0, r1);
+                        float(&to)[4] = x0.value + x < KT ? sum[m][x] : tile[m][x0.value + x];
+                        product32(to, small[m][step], r0, r1);
+                        product32(to, big[m][step], r0, r1);
 #else
                         product16(tile[m][x0.value + x], left[m][step], right[x][2 * step], right[x][2 * step + 1]);
 #endif
                     }
+#if STATE32
+#pragma unroll
+            for (int x = 0; x < at_most(count.value, KT - x0.value); ++x)
+#pragma unroll
+                for (int m = 0; m < MT; ++m) add_up(tile[m][x0.value + x], sum[m][x]);
+#endif
         };
         groups<0, XT, TOGETHER>(multiply);
     }
@@ -932,8 +984,9 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             }
         }
         // Keys are multiplied as they are: beside bf16, w in three pieces of bf16, for two tiles of rows at a time; beside fp16,
-        // whose range w may leave, in two of TF32.
-#if BF16
+        // whose range w may leave, in two of TF32, or for a state of fp32 in the three pieces too, and keys in two.
+#if BF16 || STATE32
+        constexpr int KEY_PIECES = BF16 ? 1 : 2;
         u32 w[MT][(PT + 1) / 2][3][4];
 #pragma unroll
         for (int m = 0; m < MT; ++m)
@@ -941,17 +994,13 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             for (int x = 0; x < PT; ++x)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    float left[2] = {tile[m][x][2 * half], tile[m][x][2 * half + 1]};
+                    float two[2] = {tile[m][x][2 * half], tile[m][x][2 * half + 1]};
 #pragma unroll
-                    for (int piece = 0; piece < 3; ++piece) {
-                        const u32 pair = pack_bf16(left[0], left[1]);
-                        w[m][x / 2][piece][x % 2 * 2 + half] = pair;
-                        left[0] -= low(pair), left[1] -= high(pair);
-                    }
+                    for (int piece = 0; piece < 3; ++piece) w[m][x / 2][piece][x % 2 * 2 + half] = take(two);
                 }
 #endif
-        // 16 columns of the state at a time; the next ones are asked for early. A thread's numbers are pairs of a row, and a
-        // warp's are 8 x 8 matrices for the instructions that move four.
+        // 16 columns of the state at a time; the next ones of 16 bits are asked for early, those of fp32 meet the sum at its end. A
+        // thread's numbers are pairs of a row, and a warp's are 8 x 8 matrices for the instructions that move four.
         const auto pair_at = [&](int k, int m, int part, int half) {
             return AT_S + State::at(v0 + 16 * m + g + 8 * half, 4 * k + 2 * part + q / 2) + q % 2 * 8;
         };
@@ -969,7 +1018,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                         pairs[m][e / 2][e % 2] = *reinterpret_cast<const float2*>(shared + pair_at(k, m, e / 2, e % 2));
                 else load4(matrices[m], matrices_at(k, m));
         };
-        load_state(0);
+        if (!STATE32) load_state(0);
 #pragma unroll 2
         for (int k = 0; k < DK / 16; ++k) {
             float sum[MT][2][4]; // two tiles of 8 columns
@@ -977,11 +1026,10 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             for (int m = 0; m < MT; ++m)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    const float2 pair = pairs[m][e / 2][e % 2];
-                    sum[m][e / 2][e % 2 * 2] = decay * (STATE32 ? pair.x : low(matrices[m][e]));
-                    sum[m][e / 2][e % 2 * 2 + 1] = decay * (STATE32 ? pair.y : high(matrices[m][e]));
+                    sum[m][e / 2][e % 2 * 2] = STATE32 ? 0.0f : decay * low(matrices[m][e]);
+                    sum[m][e / 2][e % 2 * 2 + 1] = STATE32 ? 0.0f : decay * high(matrices[m][e]);
                 }
-            load_state(min(k + 1, DK / 16 - 1));
+            load_state(STATE32 ? k : min(k + 1, DK / 16 - 1));
 #pragma unroll
             for (int x = 0; x < PT; x += 2) {
                 if (8 * x + 16 <= lo) continue;
@@ -992,17 +1040,25 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                     const int j = 8 * (x + e % 2) + 2 * q;
                     factors[e] &= (j >= lo && j < W0 ? 0xffffu : 0) | (j + 1 >= lo && j + 1 < W0 ? 0xffff0000u : 0);
                 }
-#if BF16
+#if BF16 || STATE32
+                u32 small[4]; // parts of fp16
 #pragma unroll
-                for (int piece = 2; piece >= 0; --piece)
+                for (int e = 0; e < 4; ++e)
+                    if (!BF16) halve(low(factors[e]), high(factors[e]), factors[e], small[e]);
 #pragma unroll
-                    for (int part = 0; part < 2; ++part)
+                for (int both = 2; both >= 0; --both) // the number of a piece of w, and of one of the key
 #pragma unroll
-                        for (int m = 0; m < MT; ++m) {
-                            const u32 even = factors[2 * part], odd = factors[2 * part + 1];
-                            if (x + 1 < PT) product_halves(sum[m][part], w[m][x / 2][piece], even, odd);
-                            else product_halves(sum[m][part], w[m][x / 2][piece], even);
-                        }
+                    for (int of_key = 0; of_key < at_most(both + 1, KEY_PIECES); ++of_key)
+#pragma unroll
+                        for (int part = 0; part < 2; ++part)
+#pragma unroll
+                            for (int m = 0; m < MT; ++m) {
+                                const u32(&of_w)[4] = w[m][x / 2][both - of_key];
+                                const u32(&key)[4] = of_key ? small : factors;
+                                const u32 even = key[2 * part], odd = key[2 * part + 1];
+                                if (x + 1 < PT) product_halves(sum[m][part], of_w, even, odd);
+                                else product_halves(sum[m][part], of_w, even);
+                            }
 #else
 #pragma unroll
                 for (int y = x; y < at_most(x + 2, PT); ++y)
@@ -1024,9 +1080,11 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 const float(&s)[2][4] = sum[m];
                 if (STATE32)
 #pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        *reinterpret_cast<float2*>(shared + pair_at(k, m, e / 2, e % 2)) =
-                            make_float2(s[e / 2][e % 2 * 2], s[e / 2][e % 2 * 2 + 1]);
+                    for (int e = 0; e < 4; ++e) {
+                        const float2 pair = pairs[m][e / 2][e % 2];
+                        *reinterpret_cast<float2*>(shared + pair_at(k, m, e / 2, e % 2)) = make_float2(
+                            decay * pair.x + s[e / 2][e % 2 * 2], decay * pair.y + s[e / 2][e % 2 * 2 + 1]);
+                    }
                 else
                     store4(matrices_at(k, m), pack(s[0][0], s[0][1]), pack(s[0][2], s[0][3]), pack(s[1][0], s[1][1]),
                            pack(s[1][2], s[1][3]));
