@@ -639,10 +639,13 @@ def test_a_fold_beside_float64(case):
 
 @runs_kernels
 @pytest.mark.parametrize("beta", [1.0, 1.999])
-@pytest.mark.parametrize(("rows", "capacity"), [(4, 12), (24, 40)])
-def test_equal_keys_reach_a_state_of_fp32_as_by_the_plain_recurrence(rows, capacity, beta):
-    """The worst that keys can be: every row takes back what the one before wrote, and errors with it."""
-    case, errors = Case(rows, capacity, 64, 64, FP32, FP16, heads=(1, 2)), []
+@pytest.mark.parametrize(("rows", "capacity", "dk", "written"), [(4, 12, 64, 0), (24, 40, 64, 0), (4, 12, 256, 1)])
+def test_equal_keys_reach_a_state_of_fp32_as_by_the_plain_recurrence(rows, capacity, dk, written, beta):
+    """The worst that keys can be: every row takes back what the one before wrote, and errors with it.
+
+    `written`: the state is what such a row has left, and its products with the keys are sums of one sign.
+    """
+    case, errors = Case(rows, capacity, dk, 64, FP32, FP16, heads=(1, 2)), []
     for seed in range(8):
         round_ = Round(case, seed)
         request, slot, state = round_.requests[0], round_.slots[0], round_.state
@@ -653,6 +656,8 @@ def test_equal_keys_reach_a_state_of_fp32_as_by_the_plain_recurrence(rows, capac
         state.gates[request, at] += torch.tensor([0.0, beta], device=DEVICE)
         k, v, gates = (t[request, at].cpu().float() for t in (state.keys, state.values, state.gates))
         k, chain = reference.l2_normalize(k), range(-1, capacity - 1)
+        if written:
+            state.checkpoint[slot] = (v[-1, :, :, None] * k[0, :, None]).to(DEVICE)
         _, plain = reference.walk(state.checkpoint[slot].cpu(), k, k, v, *gates.unbind(-1), chain)
         exact, after = round_.expected(0)[1], copy_of(state)
         round_.run(after, fold_always=True)

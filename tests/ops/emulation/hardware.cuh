@@ -50,7 +50,7 @@ inline int __clz(u32 bits) { return bits ? __builtin_clz(bits) : 32; }
 inline int __clzll(u64 bits) { return bits ? __builtin_clzll(bits) : 64; }
 inline int __ffs(u32 bits) { return __builtin_ffs(bits); }
 inline int __ffsll(u64 bits) { return __builtin_ffsll(bits); }
-inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+inline float rsqrtf(float x) { return std::nextafter(1.0f / sqrtf(x), INFINITY); } // the real one is as far off, or further
 inline float power2(float x) { return exp2f(x); }
 inline float silu(float x) { return x / (1.0f + expf(-x)); }
 
