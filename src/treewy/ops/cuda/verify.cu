@@ -211,8 +211,8 @@ D void add_product(float (&c)[4], const Left& a, const Right& b) {
     add_up(c, sum);
 }
 #else
-// Two parts of TF32. The matrix unit's k-th column is row 2k of the tile for k < 4 and row 2 (k - 4) + 1 above, on both sides of
-// the product.
+// Two parts of TF32. The matrix unit's k-th column is row 2k of the tile for k < 4 and row 2 (k - 4) + 1 above, on both sides
+// of the product.
 struct Left {
     u32 big[4], small[4];
     D Left() {}
