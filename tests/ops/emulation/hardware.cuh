@@ -224,6 +224,7 @@ template <class Number> Number from_lane(Number mine, int lane) {
         &part);
     return part.take;
 }
+template <class Number> Number __shfl_sync(u32, Number mine, int lane) { return from_lane(mine, lane); }
 template <class Number> Number __shfl_xor_sync(u32, Number mine, int mask) {
     return from_lane(mine, machine::thread.x % 32 ^ mask);
 }
@@ -294,7 +295,8 @@ inline void close_group() { ++machine::self().groups; }
 inline void wait_for_copies() { close_group(), wait_for(machine::self().groups); }
 inline void wait_for_first_group() { wait_for(machine::self().groups - 1); }
 inline void prefetch(const void*) {}
-template <class Number> Number* once(Number* at) { return at; }
+template <class Number> Number once(Number x) { return x; }
+inline void store8(void* to, uint2 what) { memcpy(to, &what, 8); }
 
 inline void arrive() {
     for (const auto& one : machine::tile) memcpy(shared + one.to, one.from, one.bytes);

@@ -62,10 +62,11 @@ D float silu(float x) {
     return x * inverse;
 }
 
-// An address that is computed here, once: the compiler likes to compute it again wherever it is used.
-template <class Number> D Number* once(Number* at) {
-    asm volatile("" : "+l"(at));
-    return at;
+// An address or an integer that is computed here, once: the compiler likes to compute it again wherever it is used.
+template <class Number> D Number once(Number x) {
+    if constexpr (sizeof(x) == 8) asm volatile("" : "+l"(x));
+    else asm volatile("" : "+r"(x));
+    return x;
 }
 
 // ---- Shared memory and the matrix unit
@@ -77,6 +78,7 @@ template <int BYTES> D void copy(u32 to, const void* from) {
     else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
 }
 D void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+D void store8(void* to, uint2 what) { asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(what.x), "r"(what.y) : "memory"); }
 D void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 D void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 D void wait_for_first_group() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }

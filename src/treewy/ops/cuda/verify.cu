@@ -135,14 +135,12 @@ D int v_at(int row, int chunk) { return row * V_ROW + permuted(row, chunk * 16);
 
 // Four adjacent channels of a head's query, key and value, which stand side by side in this order.
 struct Piece {
-    int part, offset;
-    D explicit Piece(int index) {
-        const int channel = index * 4;
-        part = channel < DK ? 0 : channel < 2 * DK ? 1 : 2;
-        offset = channel - part * DK;
-    }
-    D int channel(const Arguments& p, int head, int key_head) const { // in the layer
-        return (part == 2 ? 2 * p.H * DK + head * DV : (part * p.H + key_head) * DK) + offset;
+    int part, offset, channel; // the last in the layer
+    D Piece() {}
+    D Piece(const Arguments& p, int head, int key_head, int index) {
+        part = index < DK / 4 ? 0 : index < DK / 2 ? 1 : 2;
+        offset = index * 4 - part * DK;
+        channel = once((part == 2 ? 2 * p.H * DK + head * DV : (part * p.H + key_head) * DK) + offset);
     }
     D int at(int r) const { // of row r of the tree, in shared memory
         const int row = part ? ROWS - T + r : ROWS + r;
@@ -257,6 +255,7 @@ template <int LAST, class Body> D void descending(const Body& body) {
     if constexpr (LAST > 0) body(Constant<LAST - 1>()), descending<LAST - 1>(body);
 }
 
+D float add_squares(u32 pair, float sum) { return fmaf(high(pair), high(pair), fmaf(low(pair), low(pair), sum)); }
 D int highest(u32 bits) { return 31 - __clz(bits); }
 D int highest(u64 bits) { return 63 - __clzll(bits); }
 D int lowest(u32 bits) { return __ffs(bits) - 1; }
@@ -272,7 +271,7 @@ struct Gated {
     const u16* from;
     i64 row;
 
-    D Gated(const Arguments& p, i64 batch, int head, int warp, int lane) {
+    D Gated(const Arguments& p, int batch, int head, int warp, int lane) {
         if constexpr (NORM) {
             from = p.z + batch * p.z_stride + head * DV;
             row = p.z_row;
@@ -340,104 +339,86 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     const u64* const masks = reinterpret_cast<u64*>(shared + AT_MASKS);
     float* const squares = reinterpret_cast<float*>(shared + AT_SQUARES);
 
-    const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, q = lane % 4;
+    const int tid = threadIdx.x % THREADS, warp = tid / 32, lane = tid % 32, g = lane / 4, q = lane % 4; // known not to be negative
     const u32 state_there = base + AT_BARRIER;
     constexpr int WARP_ROWS = DV / WARPS;
     const int v0 = warp * WARP_ROWS;
 
     const int key_head = blockIdx.y, head = key_head * gridDim.x + blockIdx.x;
-    const i64 batch = blockIdx.z;
+    const int batch = blockIdx.z;
     const int channels = 2 * p.H * DK + p.HV * DV;
 
     // 1. Ask for everything but a 16-bit state, each thing as soon as its address is known; first for what others wait for. A
     // thread of the convolution has four channels, whose inputs only it reads.
     if (tid == 0) open(state_there);
     constexpr int PIECES = CONV ? CHANNELS / 4 : 0, EACH_THREAD = (PIECES + THREADS - 1) / THREADS;
-    // Pieces of this thread: body(which of them, its index in the block, piece, channel).
+    Piece pieces[at_least(1, EACH_THREAD)];
+#pragma unroll
+    for (int j = 0; j < EACH_THREAD; ++j) pieces[j] = Piece(p, head, key_head, tid + j * THREADS);
+    // Pieces of this thread: body(which of them, its index in the block, piece).
     const auto each_piece = [&](const auto& body) {
 #pragma unroll
         for (int j = 0; j < EACH_THREAD; ++j)
-            if (const int index = tid + j * THREADS; index < PIECES) {
-                const Piece piece(index);
-                body(j, index, piece, piece.channel(p, head, key_head));
-            }
+            if (const int index = tid + j * THREADS; index < PIECES) body(j, index, pieces[j]);
     };
     constexpr int MET = at_least(1, KEPT);
     float4 taps[at_least(1, EACH_THREAD)][MET + 1];
     uint2 oldest[at_least(1, EACH_THREAD)]; // of the committed inputs, if apart: only the last tap meets it
-    int codes[at_least(1, T)][MET];
+    int codes[at_least(1, T)][MET]; // rows that a row meets before itself
+    constexpr int CODES = T * KEPT;
+    int mine[at_least(1, (CODES + 31) / 32)]; // of the codes, a lane's
     // Parameters go into the L2, which sees what a launch before this one may still write.
-    each_piece([&](int, int, Piece, int channel) {
+    if (batch == 0)
+        each_piece([&](int, int, Piece piece) {
 #pragma unroll
-        for (int step = 0; step < CONV; ++step) prefetch(p.taps + step * channels + channel);
-    });
+            for (int step = 0; step < CONV; ++step) prefetch(p.taps + step * channels + piece.channel);
+        });
     after_launch_before();
-    const int slot = (int)p.slots[batch];
-    const i64 request = p.requests[batch];
-    const int n = T ? p.rows[batch] : 0;
-    const int2 looked_up = T && !CONV ? p.places[batch] : make_int2(0, 0);
-    each_piece([&](int j, int, Piece piece, int channel) {
-        const u16* const x = p.x + batch * p.x_stride + channel;
-#pragma unroll
-        for (int r = 0; r < T; ++r) copy<8>(base + piece.at(r), x + r * p.x_row);
-#pragma unroll
-        for (int step = 0; step < CONV; ++step)
-            taps[j][step] = *reinterpret_cast<const float4*>(p.taps + step * channels + channel);
-    });
-    if (CONV)
-#pragma unroll
-        for (int r = 0; r < T; ++r)
-#pragma unroll
-            for (int step = 0; step < KEPT; ++step) codes[r][step] = p.conv_ancestors[(batch * T + r) * KEPT + step];
-    u16* const out = p.out + (batch * T * p.HV + head) * DV;
+    constexpr bool LOOKED_UP = T && !CONV; // where the window begins, and the most pending rows of a head
+    const int slot = (int)p.slots[batch], request = (int)p.requests[batch], n = T ? p.rows[batch] : 0;
+    const int2 looked_up = LOOKED_UP ? p.places[batch] : make_int2(0, 0);
+    u16* const out = p.out + (i64)(batch * T * p.HV + head) * DV;
     const int out_row = p.HV * DV;
-    if (slot < 0) {
+    if (slot < 0 || request < 0 || n < 0 || looked_up.y < 0) { // nobody; all four, so that none is asked for behind another
 #pragma unroll 1
         for (int to = tid; to < T * (DV / 8); to += THREADS)
             *reinterpret_cast<uint4*>(out + to / (DV / 8) * (i64)out_row + to % (DV / 8) * 8) = make_uint4(0, 0, 0, 0);
-        wait_for_copies();
         return;
     }
-    const int P = p.pending[request * p.HV + head], end = T && !CONV ? looked_up.x : p.end[request];
-    const int longest = T ? p.longest[batch] : 0;
-    const int gate_row = THREADS - 1 - tid; // the last warp convolves least
-    float gate_a, gate_b, neg_A, dt_bias;
-    if (gate_row < T) {
-        copy<8>(base + AT_MASKS + gate_row * 8, p.ancestors + batch * T + gate_row);
-        gate_a = element<GATES32>(p.a, batch * p.a_stride + gate_row * p.a_row + head);
-        gate_b = element<GATES32>(p.b, batch * p.b_stride + gate_row * p.b_row + head);
-        neg_A = p.neg_A[head], dt_bias = p.dt_bias[head];
-    }
-    each_piece([&](int j, int index, Piece, int channel) {
-        const u16* const kept = p.conv + slot * p.conv_stride + channel;
+    const int* const pending = p.pending + request * p.HV + head;
+    const int most = LOOKED_UP ? looked_up.y : *pending, end = LOOKED_UP ? looked_up.x : p.end[request];
+    each_piece([&](int j, int index, Piece piece) {
+        const u16* const x = p.x + batch * p.x_stride + piece.channel;
+        const u16* const kept = p.conv + slot * p.conv_stride + piece.channel;
         if (APART) oldest[j] = *reinterpret_cast<const uint2*>(kept);
 #pragma unroll
         for (int i = APART; i < KEPT; ++i)
             copy<8>(base + AT_COMMITTED + (i - APART) * (CHANNELS * 2) + index * 8, kept + i * channels);
+#pragma unroll
+        for (int r = 0; r < T; ++r) copy<8>(base + piece.at(r), x + r * p.x_row);
+#pragma unroll
+        for (int step = 0; step < CONV; ++step)
+            taps[j][step] = *reinterpret_cast<const float4*>(p.taps + step * channels + piece.channel);
     });
     close_group();
-    Gated gated(p, batch, head, warp, lane);
+#pragma unroll
+    for (int i = 0; i < CODES; i += 32) mine[i / 32] = p.conv_ancestors[batch * CODES + min(i + lane, CODES - 1)];
     // Places in the ring: of joint row i, which is pending; of row r of the tree.
     const auto pending_place = [&](int i) { return end + i - W0 + (end + i < W0 ? p.ring : 0); };
     const auto tree_place = [&](int r) { return end + r - (end + r >= p.ring ? p.ring : 0); };
     const int key_row = p.H * DK, value_row = p.HV * DV;
-    const i64 ring_rows = request * p.ring;
-    u16* const keys = once(p.keys + ring_rows * key_row + key_head * DK);
-    u16* const values = once(p.values + ring_rows * value_row + head * DV);
-    float2* const ring_gates = once(p.gates + ring_rows * p.HV + head);
-    const int lo = W0 - P, hi = W0 + n; // joint rows that are
-    const bool folds = P && (p.fold_always || P + longest > p.capacity);
+    const int ring_rows = request * p.ring;
+    u16* const keys = once(p.keys + (i64)ring_rows * key_row + key_head * DK);
+    u16* const values = once(p.values + (i64)ring_rows * value_row + head * DV);
+    float2* const ring_gates = once(p.gates + (i64)ring_rows * p.HV + head);
+    const int hi = W0 + n; // the first joint row that is not
     {
-        // The most pending rows of a head may be known before its own.
-        const int from = T && !CONV ? W0 - looked_up.y : lo, to = CONV ? W0 : hi;
+        const int from = W0 - most, to = CONV ? W0 : hi;
         const auto place = [&](int i) { return i < W0 ? pending_place(i) : tree_place(i - W0); };
         constexpr int X_CHUNKS = DK / 8, V_CHUNKS = DV / 8;
-        if (!CONV)
-            for (int r = tid / X_CHUNKS; r < T; r += THREADS / X_CHUNKS)
-                copy<16>(base + AT_X + x_at(ROWS + r, tid % X_CHUNKS),
-                         p.queries + ((batch * T + r) * p.H + key_head) * DK + tid % X_CHUNKS * 8);
-#pragma unroll 1
-        for (int i = from + tid; i < W0; i += THREADS) copy<8>(base + AT_GATES + i * 8, ring_gates + pending_place(i) * p.HV);
+#pragma unroll
+        for (int i0 = 0; i0 < W0; i0 += THREADS)
+            if (const int i = from + i0 + tid; i < W0) copy<8>(base + AT_GATES + i * 8, ring_gates + pending_place(i) * p.HV);
 #pragma unroll
         for (int i0 = 0; i0 < KR; i0 += THREADS / X_CHUNKS) {
             const int i = from + i0 + tid / X_CHUNKS;
@@ -454,8 +435,25 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         if (X_CHUNKS != V_CHUNKS)
             for (int i = from + tid / V_CHUNKS; i < to; i += THREADS / V_CHUNKS)
                 copy<16>(base + AT_V + v_at(i - SHIFT, tid % V_CHUNKS), values + place(i) * value_row + tid % V_CHUNKS * 8);
+#pragma unroll
+        for (int r0 = 0; !CONV && r0 < T; r0 += THREADS / X_CHUNKS)
+            if (const int r = r0 + tid / X_CHUNKS; r < T)
+                copy<16>(base + AT_X + x_at(ROWS + r, tid % X_CHUNKS),
+                         p.queries + (i64)((batch * T + r) * p.H + key_head) * DK + tid % X_CHUNKS * 8);
+    }
+    const int gate_row = THREADS - 1 - tid; // the last warp convolves least
+    float gate_a, gate_b, neg_A, dt_bias;
+    if (gate_row < T) {
+        copy<8>(base + AT_MASKS + gate_row * 8, p.ancestors + batch * T + gate_row);
+        gate_a = element<GATES32>(p.a, batch * p.a_stride + gate_row * p.a_row + head);
+        gate_b = element<GATES32>(p.b, batch * p.b_stride + gate_row * p.b_row + head);
+        neg_A = p.neg_A[head], dt_bias = p.dt_bias[head];
     }
     close_group();
+    Gated gated(p, batch, head, warp, lane);
+    const int P = LOOKED_UP ? *pending : most, longest = T ? p.longest[batch] : 0;
+    const int lo = W0 - P; // the first joint row that is
+    const bool folds = (P != 0) & ((p.fold_always != 0) | (P + longest > p.capacity));
     // The state, which is needed last: asked for early it would keep the rows of other blocks waiting. One of fp32 is so large
     // that it is late as it is.
     const auto ask_for_state = [&](bool now) {
@@ -472,56 +470,92 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     if (CONV && head == 0 && tid == 0) p.window_rows[request] = n;
 
     // 2. The convolution, in place: a thread has read all inputs of its channels before it writes. Sums of their squares.
+    const bool chain = longest == n; // rows meet those before them; of other trees, whom their codes name
+    if (!chain)
+#pragma unroll
+        for (int i = 0; i < CODES; ++i) codes[i / MET][i % MET] = __shfl_sync(0xffffffffu, mine[i / 32], i % 32);
     if (CONV) wait_for_first_group();
-    each_piece([&](int j, int index, Piece piece, int channel) {
-        const bool ours = piece.part == 2 || blockIdx.x == 0; // the first value head keeps its group's keys and inputs
-        u16* const ring = (piece.part == 2 ? values : keys) + piece.offset;
-        const int ring_row = piece.part == 2 ? value_row : key_row;
-        u16* const stash = once(p.window_inputs + request * p.max_rows * channels + channel);
+    each_piece([&](int j, int index, Piece piece) {
         float4 bias = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (p.bias) bias = *reinterpret_cast<const float4*>(p.bias + channel);
+        if (p.bias) bias = *reinterpret_cast<const float4*>(p.bias + piece.channel);
         uint2 input[at_least(1, T)], made[at_least(1, T)];
+        float sum[at_least(1, T)][4];
+        const auto at = [&](int code) {
+            const int from = code >= 0 ? piece.at(code) : AT_COMMITTED + (KEPT - APART + code) * (CHANNELS * 2) + index * 8;
+            return *reinterpret_cast<const uint2*>(shared + from);
+        };
+        const auto meet = [&](int r, int step, uint2 met) {
+            sum[r][0] += low(met.x) * taps[j][step].x, sum[r][1] += high(met.x) * taps[j][step].y;
+            sum[r][2] += low(met.y) * taps[j][step].z, sum[r][3] += high(met.y) * taps[j][step].w;
+        };
 #pragma unroll
         for (int r = 0; r < T; ++r) {
-            float sum[4] = {bias.x, bias.y, bias.z, bias.w};
+            input[r] = at(r);
+            sum[r][0] = bias.x, sum[r][1] = bias.y, sum[r][2] = bias.z, sum[r][3] = bias.w;
+            meet(r, 0, input[r]);
+        }
+        if (chain) {
+            uint2 kept[MET];
 #pragma unroll
-            for (int step = 0; step < CONV; ++step) {
-                const int code = step == 0 ? r : r < n ? codes[r][at_least(step - 1, 0)] : -1;
-                uint2 met = *reinterpret_cast<const uint2*>(
-                    shared + (code >= 0 ? piece.at(code) : AT_COMMITTED + (KEPT - APART + code) * (CHANNELS * 2) + index * 8));
-                if (APART && step == KEPT) // what was read is no input, if the code is the oldest's
-                    met.x = code > -KEPT ? met.x : oldest[j].x, met.y = code > -KEPT ? met.y : oldest[j].y;
-                if (step == 0) input[r] = met;
-                sum[0] += low(met.x) * taps[j][step].x, sum[1] += high(met.x) * taps[j][step].y;
-                sum[2] += low(met.y) * taps[j][step].z, sum[3] += high(met.y) * taps[j][step].w;
-            }
+            for (int i = 0; i < KEPT; ++i) kept[i] = i < APART ? oldest[j] : at(i - KEPT);
 #pragma unroll
-            for (int e = 0; e < 4; ++e) sum[e] = silu(sum[e]);
-            made[r] = r < n ? make_uint2(pack(sum[0], sum[1]), pack(sum[2], sum[3])) : make_uint2(0, 0);
+            for (int step = 1; step < CONV; ++step)
+#pragma unroll
+                for (int r = 0; r < T; ++r) meet(r, step, r >= step ? input[at_least(r - step, 0)] : kept[KEPT + r - step]);
+        } else {
+#pragma unroll
+            for (int r = 0; r < T; ++r)
+#pragma unroll
+                for (int step = 1; step < CONV; ++step) {
+                    const int code = r < n ? codes[r][step - 1] : -1;
+                    uint2 met = at(code);
+                    if (APART && step == KEPT) // what was read is no input, if the code is the oldest's
+                        met.x = code > -KEPT ? met.x : oldest[j].x, met.y = code > -KEPT ? met.y : oldest[j].y;
+                    meet(r, step, met);
+                }
         }
 #pragma unroll
         for (int r = 0; r < T; ++r) {
-            *reinterpret_cast<uint2*>(shared + piece.at(r)) = made[r];
-            if (r >= n || !ours) continue;
-            if (piece.part) *reinterpret_cast<uint2*>(ring + tree_place(r) * ring_row) = made[r];
-            *reinterpret_cast<uint2*>(stash + r * channels) = input[r];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sum[r][e] = silu(sum[r][e]);
+            made[r] = r < n ? make_uint2(pack(sum[r][0], sum[r][1]), pack(sum[r][2], sum[r][3])) : make_uint2(0, 0);
+        }
+#pragma unroll
+        for (int r = 0; r < T; ++r) *reinterpret_cast<uint2*>(shared + piece.at(r)) = made[r];
+        if (piece.part == 2 || blockIdx.x == 0) { // the first value head keeps its group's keys and inputs
+            u16* const stash = once(p.window_inputs + (i64)(request * p.max_rows) * channels + piece.channel);
+            u16* const ring = once((piece.part == 2 ? values : keys) + piece.offset);
+            const int ring_row = once(piece.part == 2 ? value_row : key_row);
+#pragma unroll
+            for (int r = 0; r < T; ++r) {
+                if (r >= n) continue;
+                store8(stash + r * channels, input[r]);
+                if (piece.part) store8(ring + tree_place(r) * ring_row, made[r]);
+            }
         }
         if (index < 2 * DK / 4) {
             constexpr int LANES = at_most(32, DK / 4); // of a warp, in a row
             static_assert(!CONV || T <= LANES, "a lane writes the sum of a row");
-            float sums[at_least(1, T)];
+            constexpr int SUMS = T > 4 ? 8 : T > 2 ? 4 : at_least(1, T);
+            float sums[SUMS];
 #pragma unroll
-            for (int r = 0; r < T; ++r) {
-                sums[r] = low(made[r].x) * low(made[r].x) + high(made[r].x) * high(made[r].x);
-                sums[r] += low(made[r].y) * low(made[r].y) + high(made[r].y) * high(made[r].y);
+            for (int r = 0; r < SUMS; ++r) {
+                const uint2 two = r < T ? made[at_most(r, T - 1)] : make_uint2(0, 0);
+                sums[r] = add_squares(two.x, add_squares(two.y, 0.0f));
             }
+            // A lane passes on half of its rows' sums, until it has one.
 #pragma unroll
-            for (int step = 1; step < LANES; step *= 2)
+            for (int step = LANES / 2, left = SUMS / 2; step; step /= 2, left /= 2) {
+                if (left == 0) sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], step);
 #pragma unroll
-                for (int r = 0; r < T; ++r) sums[r] += __shfl_xor_sync(0xffffffffu, sums[r], step);
-#pragma unroll
-            for (int r = 0; r < T; ++r)
-                if (lane % LANES == r) squares[(piece.part * (DK / 4 / LANES) + piece.offset / (4 * LANES)) * T + r] = sums[r];
+                for (int r = 0; r < left; ++r) {
+                    const bool upper = lane & step;
+                    const float passed = upper ? sums[r] : sums[r + left];
+                    sums[r] = (upper ? sums[r + left] : sums[r]) + __shfl_xor_sync(0xffffffffu, passed, step);
+                }
+            }
+            const int r = lane % LANES / (LANES / SUMS);
+            if (r < T) squares[(piece.part * (DK / 4 / LANES) + piece.offset / (4 * LANES)) * T + r] = sums[0];
         }
     });
     ask_for_state(CONV && !STATE32);
@@ -532,7 +566,10 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     // 3. What is known of a row: its norms, the sum of decays along its path. EACH_ROW lanes a row.
     constexpr int EACH_ROW = KR * 8 <= THREADS ? 8 : 4;
     if (tid < T - n) c[hi + tid] = make_float2(0.0f, 0.0f), key_rows[hi + tid] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (int at = tid; at < ((hi - lo) * EACH_ROW + 31) / 32 * 32; at += THREADS) {
+#pragma unroll
+    for (int at0 = 0; at0 < KR * EACH_ROW; at0 += THREADS) {
+        const int at = at0 + tid;
+        if (at - lane >= (hi - lo) * EACH_ROW) continue;
         const int i = min(lo + at / EACH_ROW, hi - 1), r = i - W0, part = at % EACH_ROW;
         const auto sum_of_squares = [&](int row) {
             float four[4] = {};
@@ -541,7 +578,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 const uint4 eight = *reinterpret_cast<const uint4*>(shared + AT_X + x_at(row, chunk + part));
                 const u32 pairs[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
-                for (int e = 0; e < 4; ++e) four[e] += low(pairs[e]) * low(pairs[e]) + high(pairs[e]) * high(pairs[e]);
+                for (int e = 0; e < 4; ++e) four[e] = add_squares(pairs[e], four[e]);
             }
             return (four[0] + four[1]) + (four[2] + four[3]);
         };
@@ -549,8 +586,9 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         if (!CONV || r < 0) of_key = sum_of_squares(i - SHIFT);
         if (!CONV && r >= 0) of_query = sum_of_squares(ROWS + r);
         double decays = 0.0;
-#pragma unroll 2
-        for (int j = lo + part; j <= min(i, W0 - 1); j += EACH_ROW) decays += gates[j].x;
+#pragma unroll(W0 > 32 ? 2 : 8)
+        for (int j0 = 0; j0 < W0; j0 += EACH_ROW)
+            if (const int j = lo + j0 + part; j <= min(i, W0 - 1)) decays += gates[j].x;
         const Mask path = r < 0 ? 0 : (Mask)masks[r];
 #pragma unroll
         for (int j = 0; j < T; j += EACH_ROW) decays += path >> (j + part) & 1 && j + part < T ? gates[W0 + j + part].x : 0.0f;
@@ -558,7 +596,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         for (int step = 1; step < EACH_ROW; step *= 2) {
             decays += __shfl_xor_sync(0xffffffffu, decays, step);
             of_key += __shfl_xor_sync(0xffffffffu, of_key, step);
-            of_query += __shfl_xor_sync(0xffffffffu, of_query, step);
+            if (!CONV) of_query += __shfl_xor_sync(0xffffffffu, of_query, step);
         }
         if (part || lo + at / EACH_ROW >= hi) continue;
         if (CONV && r >= 0)
@@ -570,7 +608,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         decays *= 1.4426950408889634; // to base 2
         float kappa = rsqrtf(of_key + p.eps);
         if (STATE32) kappa = fmaf(0.5f * kappa, fmaf(-(of_key + p.eps) * kappa, kappa, 1.0f), kappa); // to its last bit
-        const float beta = gates[i].y, from_state = exp2f((float)decays);
+        const float beta = gates[i].y, from_state = power2((float)decays);
         c[i] = make_float2((float)decays, (float)(decays - (float)decays));
         key_rows[i] = make_float4(beta * kappa, from_state * kappa, -beta * kappa * kappa, 0.0f);
         if (r >= 0) {
@@ -580,22 +618,21 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     }
     __syncthreads();
 
-    // 4. Products of the rows with each other, 16 rows by 8 or 16 columns a warp, where a row has an ancestor there. Between
+    // 4. Products of the rows with each other, 16 rows by 8 to 32 columns a warp, where a row has an ancestor there. Between
     // rows that are not related any number may stand, but one it must be; zero, where rows are solved.
     const auto keys_in_use = [&](int first, int last) { return 8 * last > lo && 8 * first < hi; };
-    // Columns of a row's ancestors and, of a query, its own key.
-    const auto above_row = [&](int x) {
+    // Columns of the ancestors of row r, which is pending if it is negative, and of a query its own key.
+    const auto above_row = [&](int r, bool of_key) {
         constexpr int LAST = at_most(W0, 31);
-        const u32 pending = ((1u << min(x, LAST)) - 1) >> min(lo, LAST) << min(lo, LAST);
-        const int r = x < KR ? x - W0 : x - KR;
+        const u32 pending = ((1u << min(W0 + r, LAST)) - 1) >> min(lo, LAST) << min(lo, LAST);
         if (!T || r < 0) return pending;
-        return r < n ? pending | (u32)(masks[r] ^ (u64)(x < KR) << r) << LAST : 0;
+        return r < n ? pending | (u32)(masks[r] ^ (u64)of_key << r) << LAST : 0;
     };
     if (folds && tid < P) {
         const float2 from = c[lo + tid], to = c[W0 - 1];
-        key_rows[lo + tid].w = exp2f((to.x - from.x) + (to.y - from.y));
+        key_rows[lo + tid].w = power2((to.x - from.x) + (to.y - from.y));
     }
-    constexpr int X_TILES = (XT + 1) / 2, WIDE = KT > 3 ? 2 : 1;
+    constexpr int X_TILES = (XT + 1) / 2, WIDE = KT > 3 ? 4 : CONV && KT == 2 ? 2 : 1;
     for (int unit = warp; unit < X_TILES * ((KT + WIDE - 1) / WIDE); unit += WARPS) {
         const int x0 = unit % X_TILES * 16, j0 = unit / X_TILES * (8 * WIDE);
         const bool of_keys = x0 < min(hi, KR) && x0 + 15 >= lo && j0 <= x0 + 15;
@@ -606,7 +643,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         if (QT > 1 && j0 >= W0) {
             const int r = row < KR ? row - W0 : row - KR;
             const Mask above = 0 <= r && r < n ? (Mask)masks[r] & ~((Mask)(row < KR) << r) : 0;
-            any = __any_sync(0xffffffffu, (above >> (j0 - W0) & (((Mask)1 << 8 * WIDE) - 1)) != 0);
+            any = __any_sync(0xffffffffu, (above >> (j0 - W0) & (Mask)((1ull << 8 * WIDE) - 1)) != 0);
         }
         float sum[WIDE][2][4] = {};
 #pragma unroll
@@ -633,16 +670,18 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int x = x0 + g + 8 * half, r = x - KR;
+            const int tile = x0 / 8 + half;
+            const bool of_key = tile < KT;
+            const int r = 8 * tile + g - (of_key ? W0 : KR);
             if (r >= T) continue;
-            const u32 above = SOLVES ? above_row(x) : 0;
-            const float2 c_i = c[r < 0 ? x : W0 + r];
-            const float factor = r < 0 ? key_rows[x].z : query_rows[r].x;
-            float* const to = r < 0 ? M + rows_before(x / 8) + x % 8 * stride_of(x / 8) : A + r * MS;
+            const u32 above = SOLVES ? above_row(r, of_key) : 0;
+            const float2 c_i = c[W0 + r];
+            const float factor = of_key ? key_rows[W0 + r].z : query_rows[r].x;
+            float* const to = of_key ? M + rows_before(tile) + g * stride_of(tile) : A + r * MS;
 #pragma unroll
             for (int w = 0; w < WIDE; ++w) {
                 const int j = j0 + 8 * w + 2 * q;
-                if (KT % WIDE && j >= KR || SOLVES && r < 0 && j / 8 > x / 8) continue;
+                if (KT % WIDE && j >= KR || SOLVES && of_key && j0 / 8 + w > tile) continue;
                 const float4 c_j = *reinterpret_cast<const float4*>(c + j);
                 const float even = power2(fminf((c_i.x - c_j.x) + (c_i.y - c_j.y), 0.0f));
                 const float odd = power2(fminf((c_i.x - c_j.z) + (c_i.y - c_j.w), 0.0f));
@@ -970,7 +1009,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     if (folds) {
         if (!SOLVES) groups<0, PT, 1>(solve);
         const float2 last = c[W0 - 1];
-        const float decay = exp2f(last.x + last.y);
+        const float decay = power2(last.x + last.y);
 #pragma unroll
         for (int x = 0; x < PT; ++x) {
             const int j = 8 * x + 2 * q;
