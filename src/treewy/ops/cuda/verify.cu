@@ -255,6 +255,21 @@ template <int LAST, class Body> D void descending(const Body& body) {
     if constexpr (LAST > 0) body(Constant<LAST - 1>()), descending<LAST - 1>(body);
 }
 
+// 2^x for x up to 0; 0 below 2^-126. Beside states of fp32 to the last bit, by a polynomial: the machine's own is off by two
+// of its units, and where keys repeat each other such errors add up.
+D float decay(float x) {
+    if (!STATE32) return power2(x);
+    const float shifted = x + 12582912.0f, f = x - (shifted - 12582912.0f); // 1.5 2^23, so the integer next to x ends its bits
+    float power = 1.534581242e-4f;
+    power = fmaf(power, f, 1.339993090e-3f);
+    power = fmaf(power, f, 9.618489072e-3f);
+    power = fmaf(power, f, 5.550328642e-2f);
+    power = fmaf(power, f, 2.402264625e-1f);
+    power = fmaf(power, f, 6.931471825e-1f);
+    power = fmaf(power, f, 1.0f);
+    return x < -126.0f ? 0.0f : power * __uint_as_float(__float_as_uint(shifted) + 127 << 23);
+}
+
 D float add_squares(u32 pair, float sum) { return fmaf(high(pair), high(pair), fmaf(low(pair), low(pair), sum)); }
 D int highest(u32 bits) { return 31 - __clz(bits); }
 D int highest(u64 bits) { return 63 - __clzll(bits); }
@@ -608,7 +623,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         decays *= 1.4426950408889634; // to base 2
         float kappa = rsqrtf(of_key + p.eps);
         if (STATE32) kappa = fmaf(0.5f * kappa, fmaf(-(of_key + p.eps) * kappa, kappa, 1.0f), kappa); // to its last bit
-        const float beta = gates[i].y, from_state = power2((float)decays);
+        const float beta = gates[i].y, from_state = decay((float)decays);
         c[i] = make_float2((float)decays, (float)(decays - (float)decays));
         key_rows[i] = make_float4(beta * kappa, from_state * kappa, -beta * kappa * kappa, 0.0f);
         if (r >= 0) {
@@ -630,7 +645,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     };
     if (folds && tid < P) {
         const float2 from = c[lo + tid], to = c[W0 - 1];
-        key_rows[lo + tid].w = power2((to.x - from.x) + (to.y - from.y));
+        key_rows[lo + tid].w = decay((to.x - from.x) + (to.y - from.y));
     }
     constexpr int X_TILES = (XT + 1) / 2, WIDE = KT > 3 ? 4 : CONV && KT == 2 ? 2 : 1;
     for (int unit = warp; unit < X_TILES * ((KT + WIDE - 1) / WIDE); unit += WARPS) {
@@ -683,8 +698,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 const int j = j0 + 8 * w + 2 * q;
                 if (KT % WIDE && j >= KR || SOLVES && of_key && j0 / 8 + w > tile) continue;
                 const float4 c_j = *reinterpret_cast<const float4*>(c + j);
-                const float even = power2(fminf((c_i.x - c_j.x) + (c_i.y - c_j.y), 0.0f));
-                const float odd = power2(fminf((c_i.x - c_j.z) + (c_i.y - c_j.w), 0.0f));
+                const float even = decay(fminf((c_i.x - c_j.x) + (c_i.y - c_j.y), 0.0f));
+                const float odd = decay(fminf((c_i.x - c_j.z) + (c_i.y - c_j.w), 0.0f));
                 const float* const s0 = sum[w][0] + 2 * half;
                 const float* const s1 = sum[w][1] + 2 * half;
                 float2 pair = make_float2((s0[0] + s1[0]) * (even * factor), (s0[1] + s1[1]) * (odd * factor));
@@ -1009,7 +1024,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     if (folds) {
         if (!SOLVES) groups<0, PT, 1>(solve);
         const float2 last = c[W0 - 1];
-        const float decay = power2(last.x + last.y);
+        const float faded = decay(last.x + last.y);
 #pragma unroll
         for (int x = 0; x < PT; ++x) {
             const int j = 8 * x + 2 * q;
@@ -1065,8 +1080,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             for (int m = 0; m < MT; ++m)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    sum[m][e / 2][e % 2 * 2] = STATE32 ? 0.0f : decay * low(matrices[m][e]);
-                    sum[m][e / 2][e % 2 * 2 + 1] = STATE32 ? 0.0f : decay * high(matrices[m][e]);
+                    sum[m][e / 2][e % 2 * 2] = STATE32 ? 0.0f : faded * low(matrices[m][e]);
+                    sum[m][e / 2][e % 2 * 2 + 1] = STATE32 ? 0.0f : faded * high(matrices[m][e]);
                 }
             load_state(STATE32 ? k : min(k + 1, DK / 16 - 1));
 #pragma unroll
@@ -1122,7 +1137,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                     for (int e = 0; e < 4; ++e) {
                         const float2 pair = pairs[m][e / 2][e % 2];
                         *reinterpret_cast<float2*>(shared + pair_at(k, m, e / 2, e % 2)) = make_float2(
-                            decay * pair.x + s[e / 2][e % 2 * 2], decay * pair.y + s[e / 2][e % 2 * 2 + 1]);
+                            faded * pair.x + s[e / 2][e % 2 * 2], faded * pair.y + s[e / 2][e % 2 * 2 + 1]);
                     }
                 else
                     store4(matrices_at(k, m), pack(s[0][0], s[0][1]), pack(s[0][2], s[0][3]), pack(s[1][0], s[1][1]),
