@@ -38,6 +38,8 @@ DRAFTS = 3
 INPUT, OUTPUT = 512, 256
 MOST = 256
 """Requests that may run at once, in every arm."""
+LEAST = 48
+"""Requests of a point, however few are under way at once."""
 ENGINE = {
     "load_format": "dummy",
     "dtype": "bfloat16",
@@ -89,7 +91,7 @@ MODEL = {
 METHOD = f"""vLLM's AsyncLLM, an engine an arm and memory limit, weights random (load format dummy), so acceptance is
 vLLM's synthetic one of {ACCEPTANCE} tokens a window, MTP of depth {DRAFTS}; prompts of {INPUT} random tokens, {OUTPUT}
 tokens out, greedy, prefix caching off. Closed loop: as many requests as the concurrency are under way, the next starts
-when one ends, twice as many in all (at least 4); the same prompts in every arm. Warmed up with a burst of short
+when one ends, twice as many in all (at least {LEAST}); the same prompts in every arm. Warmed up with a burst of short
 requests. tokens_per_s counts output tokens over the whole point, its start and end included; ttft is from the request
 to its first token, tpot_ms the mean over requests of the time between tokens after the first; running, waiting and
 KV-cache peaks are the scheduler's, step by step. step_ms_decode and step_ms_mixed are medians of the time between the
@@ -216,7 +218,7 @@ async def measure(arm: str, gmu: float, concurrencies: list[int], model: str, ex
             await closed_loop(engine, "warm", concurrency, concurrency, 8)
         for concurrency in concurrencies:
             observer.reset()
-            times = await closed_loop(engine, "run", concurrency, max(4, 2 * concurrency), OUTPUT)
+            times = await closed_loop(engine, "run", concurrency, max(LEAST, 2 * concurrency), OUTPUT)
             seconds = max(last for *_, last in times) - min(first for first, *_ in times)
             waits = sorted(1e3 * (first - began) for began, first, _ in times)
             yield {
