@@ -64,11 +64,12 @@ def verify(
         _check(state, window, x, a, b, params, norm)  # before anything is written
         out = outputs(out, x, window, params.dims)
         queries = convolve(state, window, x, params)
-        return verify_mixed(state, window, queries, a, b, params, fold_always=fold_always, norm=norm, out=out)
+        return _verify_mixed(state, window, queries, a, b, params, fold_always, norm, out)
     dims = params.dims
     _expect("x", x, (window.batch, window.rows, dims.conv_dim), state.conv.dtype, state)
     _expect_aligned("x", x)
     check_fit(state, window, params)
+    _check(state, window, x, a, b, params, norm)
     arguments = _Arguments(
         x=x.data_ptr(),
         conv=state.conv.data_ptr(),
@@ -116,6 +117,21 @@ def verify_mixed(
     _expect("queries", queries, shape, state.keys.dtype, state)
     if not queries.is_contiguous():
         raise ValueError(f"queries have strides {queries.stride()}; they must be contiguous")
+    _check(state, window, queries, a, b, params, norm)
+    return _verify_mixed(state, window, queries, a, b, params, fold_always, norm, out)
+
+
+def _verify_mixed(
+    state: LayerState,
+    window: DeviceWindow,
+    queries: Tensor,
+    a: Tensor,
+    b: Tensor,
+    params: GDNParams,
+    fold_always: bool,
+    norm: GatedNorm | None,
+    out: Tensor | None,
+) -> Tensor:
     arguments = _Arguments(queries=queries.data_ptr(), places=window.places.data_ptr())
     return _verify(state, window, queries, a, b, params, arguments, fold_always, norm, out, conv_width=0)
 
@@ -134,7 +150,6 @@ def _verify(
     *,
     conv_width: int,
 ) -> Tensor:
-    _check(state, window, like, a, b, params, norm)
     out = outputs(out, like, window, params.dims)
     _fill(arguments, state)
     arguments.a, arguments.b, arguments.out = a.data_ptr(), b.data_ptr(), out.data_ptr()
