@@ -49,6 +49,8 @@ class Case(NamedTuple):
     gates: torch.dtype | None = None
     """Of a and b, if not that of the inputs."""
     heads: tuple[int, int] = (2, 4)
+    conv: int = 4
+    """Width of the convolution."""
 
     def __str__(self):
         kinds = "-".join(str(dtype).removeprefix("torch.") for dtype in self[4:8])
@@ -56,7 +58,7 @@ class Case(NamedTuple):
 
     @property
     def dims(self):
-        return GDNDims(*self.heads, self.dk, self.dv)
+        return GDNDims(*self.heads, self.dk, self.dv, self.conv)
 
 
 def new_layer(case, requests, slots):
@@ -77,10 +79,17 @@ def random_params(dims, g):
         return torch.randn(*shape, generator=g)
 
     params = GDNParams.of(
-        dims, 0.4 * rand(dims.conv_dim, 4), rand(dims.num_v_heads).clamp(max=1), rand(dims.num_v_heads),
+        dims, 0.4 * rand(dims.conv_dim, dims.conv_width), rand(dims.num_v_heads).clamp(max=1), rand(dims.num_v_heads),
         0.1 * rand(dims.conv_dim),
     )  # fmt: skip
     return params._replace(**{n: getattr(params, n).to(DEVICE) for n in ("taps", "conv_bias", "neg_A", "dt_bias")})
+
+
+def late_parents(rows, rng):
+    """Few rows have other ancestors than the root, and these are the last ones above them."""
+    leaves = 3 * rows // 4
+    parents = sorted(rng.randint(max(1, leaves - 5), leaves) for _ in range(rows - 1 - leaves))
+    return DraftTree((-1, *[0] * min(leaves, rows - 1), *parents))
 
 
 class Round:
@@ -101,7 +110,7 @@ class Round:
         rows, heads = max(case.rows, 1), dims.num_v_heads
         self.requests, self.slots = [3, 0, 5, 2, -1], [7, 1, 4, 0, -1]
         self.trees = [
-            DraftTree.chain(rows - 1), DraftTree.random(rows, rng), DraftTree.random((rows + 1) // 2, rng),
+            DraftTree.chain(rows - 1), DraftTree.random(rows, rng), late_parents(rows - rows // 4, rng),
             DraftTree.chain(0), DraftTree.chain(0),
         ]  # fmt: skip
         pending = [case.capacity, rng.randint(1, case.capacity), (case.capacity + 1) // 2, 0]
@@ -140,9 +149,16 @@ class Round:
         for request in {*range(self.REQUESTS)} - {*self.requests}:
             self.state.pending[request] = 1  # of nobody in this round
         self.window = DeviceWindow.empty(
-            batch, rows, num_slots=self.SLOTS, num_requests=self.REQUESTS, device=DEVICE, impl="cuda"
+            batch,
+            rows,
+            num_slots=self.SLOTS,
+            num_requests=self.REQUESTS,
+            device=DEVICE,
+            conv_width=case.conv,
+            impl="cuda",
         )
-        self.window.update(TreeBatch.of(self.trees, rows=rows), torch.tensor(self.slots), torch.tensor(self.requests))
+        trees = TreeBatch.of(self.trees, rows=rows, conv_width=case.conv)
+        self.window.update(trees, torch.tensor(self.slots), torch.tensor(self.requests))
         for place, request in enumerate(self.requests[:-1]):  # what the convolution leaves for verify
             self.window.places[place, 0] = self.state.end[request]
             self.window.places[place, 1] = self.state.pending[request].max()
@@ -591,6 +607,8 @@ def test_beside_float64(case):
     [
         *(case for case in CASES if case.rows <= launch.FUSED_ROWS),
         Case(8, 12), Case(8, 24), Case(4, 40), Case(4, 20, 256, 64, heads=(1, 2)), Case(1, 1, weight=None),
+        Case(2, 12), Case(3, 16, 64, 64, FP32), Case(6, 12), Case(8, 60, heads=(1, 2)), Case(5, 12, conv=2),
+        Case(8, 12, conv=6),
     ],
     ids=str,
 )  # fmt: skip

@@ -51,11 +51,10 @@ inline int __clzll(u64 bits) { return bits ? __builtin_clzll(bits) : 64; }
 inline int __ffs(u32 bits) { return __builtin_ffs(bits); }
 inline int __ffsll(u64 bits) { return __builtin_ffsll(bits); }
 inline float rsqrtf(float x) { return std::nextafter(1.0f / sqrtf(x), INFINITY); } // the real one is as far off, or further
-// The real one is off by up to two units of its last place, here by -2 to 2.
+// The real one is off by up to two units of its last place, here by -2 to 2, and gives 0 below 2^-126.
 inline float power2(float x) {
-    const float power = exp2f(x);
-    const u32 bits = __float_as_uint(power);
-    return power > 1e-37f && power < 1e38f && power != 1.0f ? __uint_as_float(bits + (__float_as_uint(x) * 2654435761u >> 24) % 5 - 2) : power;
+    const u32 off = (__float_as_uint(x) * 2654435761u >> 24) % 5 - 2;
+    return x == 0.0f || x != x || x > 126.0f ? exp2f(x) : x < -126.0f ? 0.0f : __uint_as_float(__float_as_uint(exp2f(x)) + off);
 }
 inline float silu(float x) { return x / (1.0f + expf(-x)); }
 

@@ -78,7 +78,9 @@ template <int BYTES> D void copy(u32 to, const void* from) {
     else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
 }
 D void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-D void store8(void* to, uint2 what) { asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(what.x), "r"(what.y) : "memory"); }
+D void store8(void* to, uint2 what) { // to an address of `once`, of which the compiler knows neither memory nor alignment
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(what.x), "r"(what.y) : "memory");
+}
 D void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 D void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 D void wait_for_first_group() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }

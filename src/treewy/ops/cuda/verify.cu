@@ -119,8 +119,8 @@ constexpr int AT_SQUARES = later(AT_MASKS, T * 8);   // float: of queries and ke
 constexpr int SHARED = at_least(later(AT_SQUARES, CONV ? at_least(2, DK / 64) * T * 4 : 0),
                                 at_least(AT_X + (ROWS + QR) * X_ROW, T ? AT_A + (QR - 1) * MS * 4 + (KT + KT % 2) * 32 : 0));
 
-// Blocks that an SM is to hold: as many as fit its shared memory, with the registers that accumulators need.
-constexpr int REGISTERS = at_most(255, 72 + 4 * MT * XT);
+// Blocks that an SM is to hold: as many as fit its shared memory, with the registers that accumulators or convolution need.
+constexpr int REGISTERS = at_most(255, at_least(72 + 4 * MT * XT, CONV ? 46 + 10 * T : 0));
 #ifndef BLOCKS
 constexpr int BLOCKS = at_least(1, at_most(228 * 1024 / ((SHARED + 127) / 128 * 128 + 1024), 65536 / (THREADS * REGISTERS)));
 #endif
@@ -255,7 +255,7 @@ template <int LAST, class Body> D void descending(const Body& body) {
     if constexpr (LAST > 0) body(Constant<LAST - 1>()), descending<LAST - 1>(body);
 }
 
-// 2^x for x up to 0; 0 below 2^-126. Beside states of fp32 to the last bit, by a polynomial: the machine's own is off by two
+// 2^x for x up to 0; 0 below 2^-126. Beside states of fp32 within a unit of the last place, by a polynomial: the machine's own is off by two
 // of its units, and where keys repeat each other such errors add up.
 D float decay(float x) {
     if (!STATE32) return power2(x);
@@ -381,8 +381,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     uint2 oldest[at_least(1, EACH_THREAD)]; // of the committed inputs, if apart: only the last tap meets it
     int codes[at_least(1, T)][MET]; // rows that a row meets before itself
     constexpr int CODES = T * KEPT;
-    int mine[at_least(1, (CODES + 31) / 32)]; // of the codes, a lane's
-    // Parameters go into the L2, which sees what a launch before this one may still write.
+    int mine[at_least(1, (CODES + 31) / 32)]; // codes i + lane, for all lanes where the window is no chain
+    // Parameters go into the L2, which sees what a launch before this one may still write; for all requests by the first.
     if (batch == 0)
         each_piece([&](int, int, Piece piece) {
 #pragma unroll
@@ -394,7 +394,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     const int2 looked_up = LOOKED_UP ? p.places[batch] : make_int2(0, 0);
     u16* const out = p.out + (i64)(batch * T * p.HV + head) * DV;
     const int out_row = p.HV * DV;
-    if (slot < 0 || request < 0 || n < 0 || looked_up.y < 0) { // nobody; all four, so that none is asked for behind another
+    // Nobody, which slot alone would say; all four stand here to be waited for together.
+    if (slot < 0 || request < 0 || n < 0 || looked_up.y < 0) {
 #pragma unroll 1
         for (int to = tid; to < T * (DV / 8); to += THREADS)
             *reinterpret_cast<uint4*>(out + to / (DV / 8) * (i64)out_row + to % (DV / 8) * 8) = make_uint4(0, 0, 0, 0);
@@ -494,7 +495,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         float4 bias = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (p.bias) bias = *reinterpret_cast<const float4*>(p.bias + piece.channel);
         uint2 input[at_least(1, T)], made[at_least(1, T)];
-        float sum[at_least(1, T)][4];
+        float sum[at_least(1, T)][4] = {};
         const auto at = [&](int code) {
             const int from = code >= 0 ? piece.at(code) : AT_COMMITTED + (KEPT - APART + code) * (CHANNELS * 2) + index * 8;
             return *reinterpret_cast<const uint2*>(shared + from);
