@@ -64,7 +64,8 @@ def verify(
         _check(state, window, x, a, b, params, norm)  # before anything is written
         out = outputs(out, x, window, params.dims)
         queries = convolve(state, window, x, params)
-        return _verify_mixed(state, window, queries, a, b, params, fold_always, norm, out)
+        arguments = _after_convolution(window, queries)
+        return _verify(state, window, queries, a, b, params, arguments, fold_always, norm, out, conv_width=0)
     dims = params.dims
     _expect("x", x, (window.batch, window.rows, dims.conv_dim), state.conv.dtype, state)
     _expect_aligned("x", x)
@@ -118,22 +119,12 @@ def verify_mixed(
     if not queries.is_contiguous():
         raise ValueError(f"queries have strides {queries.stride()}; they must be contiguous")
     _check(state, window, queries, a, b, params, norm)
-    return _verify_mixed(state, window, queries, a, b, params, fold_always, norm, out)
-
-
-def _verify_mixed(
-    state: LayerState,
-    window: DeviceWindow,
-    queries: Tensor,
-    a: Tensor,
-    b: Tensor,
-    params: GDNParams,
-    fold_always: bool,
-    norm: GatedNorm | None,
-    out: Tensor | None,
-) -> Tensor:
-    arguments = _Arguments(queries=queries.data_ptr(), places=window.places.data_ptr())
+    arguments = _after_convolution(window, queries)
     return _verify(state, window, queries, a, b, params, arguments, fold_always, norm, out, conv_width=0)
+
+
+def _after_convolution(window: DeviceWindow, queries: Tensor) -> _Arguments:
+    return _Arguments(queries=queries.data_ptr(), places=window.places.data_ptr())
 
 
 def _verify(
