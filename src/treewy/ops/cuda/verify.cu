@@ -469,6 +469,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     Gated gated(p, batch, head, warp, lane);
     const int P = LOOKED_UP ? *pending : most, longest = T ? p.longest[batch] : 0;
     const int lo = W0 - P; // the first joint row that is
+    // Without a branch, behind which `longest` would be asked for.
     const bool folds = (P != 0) & ((p.fold_always != 0) | (P + longest > p.capacity));
     // The state, which is needed last: asked for early it would keep the rows of other blocks waiting. One of fp32 is so large
     // that it is late as it is.
