@@ -164,16 +164,16 @@ D void split(float x, u32& big, u32& small) {
     small = __float_as_uint((x - __uint_as_float(big)) * ABOUT_HALF);
 }
 
-// Two fp32 numbers as two pairs of bf16: x = big + small (1 + 2^-8).
-D void halve(float x, float y, u32& big, u32& small) {
-    big = pack_bf16(x, y);
-    small = pack_bf16(x - __uint_as_float(big << 16), y - __uint_as_float(big & 0xffff0000u));
-}
 // The pair of bf16 next to two fp32 numbers, which is taken off them: the third leaves nothing.
-D u32 take(float (&two)[2]) {
+D u32 piece_of(float (&two)[2]) {
     const u32 pair = pack_bf16(two[0], two[1]);
     two[0] -= __uint_as_float(pair << 16), two[1] -= __uint_as_float(pair & 0xffff0000u);
     return pair;
+}
+// Two fp32 numbers as two such pairs: x = big + small (1 + 2^-8).
+D void halve(float x, float y, u32& big, u32& small) {
+    big = pack_bf16(x, y);
+    small = pack_bf16(x - __uint_as_float(big << 16), y - __uint_as_float(big & 0xffff0000u));
 }
 
 // A tile of accumulators, 16 dv rows by 8 rows, as the left operand of the next product; an 8 x 8 block as the right one, its
@@ -187,7 +187,7 @@ struct Right {
     D Right(float x, float y) {
         float two[2] = {x, y};
 #pragma unroll
-        for (u32& pair : piece) pair = take(two);
+        for (u32& pair : piece) pair = piece_of(two);
     }
 };
 struct Left {
@@ -255,8 +255,8 @@ template <int LAST, class Body> D void descending(const Body& body) {
     if constexpr (LAST > 0) body(Constant<LAST - 1>()), descending<LAST - 1>(body);
 }
 
-// 2^x for x up to 0; 0 below 2^-126. Beside states of fp32 within a unit of the last place, by a polynomial: the machine's own is off by two
-// of its units, and where keys repeat each other such errors add up.
+// 2^x for x up to 0; 0 below 2^-126. Beside states of fp32 within a unit of the last place, by a polynomial: the machine's own
+// is off by two, and where keys repeat each other such errors add up.
 D float decay(float x) {
     if (!STATE32) return power2(x);
     const float shifted = x + 12582912.0f, f = x - (shifted - 12582912.0f); // 1.5 2^23, so the integer next to x ends its bits
@@ -496,20 +496,20 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         float4 bias = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (p.bias) bias = *reinterpret_cast<const float4*>(p.bias + piece.channel);
         uint2 input[at_least(1, T)], made[at_least(1, T)];
-        float sum[at_least(1, T)][4] = {};
+        float sums[at_least(1, T)][4];
         const auto at = [&](int code) {
             const int from = code >= 0 ? piece.at(code) : AT_COMMITTED + (KEPT - APART + code) * (CHANNELS * 2) + index * 8;
             return *reinterpret_cast<const uint2*>(shared + from);
         };
-        const auto meet = [&](int r, int step, uint2 met) {
-            sum[r][0] += low(met.x) * taps[j][step].x, sum[r][1] += high(met.x) * taps[j][step].y;
-            sum[r][2] += low(met.y) * taps[j][step].z, sum[r][3] += high(met.y) * taps[j][step].w;
+        const auto meet = [&](float(&sum)[4], int step, uint2 met) {
+            sum[0] += low(met.x) * taps[j][step].x, sum[1] += high(met.x) * taps[j][step].y;
+            sum[2] += low(met.y) * taps[j][step].z, sum[3] += high(met.y) * taps[j][step].w;
         };
 #pragma unroll
         for (int r = 0; r < T; ++r) {
             input[r] = at(r);
-            sum[r][0] = bias.x, sum[r][1] = bias.y, sum[r][2] = bias.z, sum[r][3] = bias.w;
-            meet(r, 0, input[r]);
+            sums[r][0] = bias.x, sums[r][1] = bias.y, sums[r][2] = bias.z, sums[r][3] = bias.w;
+            meet(sums[r], 0, input[r]);
         }
         if (chain) {
             uint2 kept[MET];
@@ -518,7 +518,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
 #pragma unroll
             for (int step = 1; step < CONV; ++step)
 #pragma unroll
-                for (int r = 0; r < T; ++r) meet(r, step, r >= step ? input[at_least(r - step, 0)] : kept[KEPT + r - step]);
+                for (int r = 0; r < T; ++r) meet(sums[r], step, r >= step ? input[at_least(r - step, 0)] : kept[KEPT + r - step]);
         } else {
 #pragma unroll
             for (int r = 0; r < T; ++r)
@@ -528,14 +528,14 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                     uint2 met = at(code);
                     if (APART && step == KEPT) // what was read is no input, if the code is the oldest's
                         met.x = code > -KEPT ? met.x : oldest[j].x, met.y = code > -KEPT ? met.y : oldest[j].y;
-                    meet(r, step, met);
+                    meet(sums[r], step, met);
                 }
         }
 #pragma unroll
         for (int r = 0; r < T; ++r) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) sum[r][e] = silu(sum[r][e]);
-            made[r] = r < n ? make_uint2(pack(sum[r][0], sum[r][1]), pack(sum[r][2], sum[r][3])) : make_uint2(0, 0);
+            for (int e = 0; e < 4; ++e) sums[r][e] = silu(sums[r][e]);
+            made[r] = r < n ? make_uint2(pack(sums[r][0], sums[r][1]), pack(sums[r][2], sums[r][3])) : make_uint2(0, 0);
         }
 #pragma unroll
         for (int r = 0; r < T; ++r) *reinterpret_cast<uint2*>(shared + piece.at(r)) = made[r];
@@ -554,25 +554,25 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             constexpr int LANES = at_most(32, DK / 4); // of a warp, in a row
             static_assert(!CONV || T <= LANES, "a lane writes the sum of a row");
             constexpr int SUMS = T > 4 ? 8 : T > 2 ? 4 : at_least(1, T);
-            float sums[SUMS];
+            float of_squares[SUMS];
 #pragma unroll
             for (int r = 0; r < SUMS; ++r) {
                 const uint2 two = r < T ? made[at_most(r, T - 1)] : make_uint2(0, 0);
-                sums[r] = add_squares(two.x, add_squares(two.y, 0.0f));
+                of_squares[r] = add_squares(two.x, add_squares(two.y, 0.0f));
             }
             // A lane passes on half of its rows' sums, until it has one.
 #pragma unroll
             for (int step = LANES / 2, left = SUMS / 2; step; step /= 2, left /= 2) {
-                if (left == 0) sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], step);
+                if (left == 0) of_squares[0] += __shfl_xor_sync(0xffffffffu, of_squares[0], step);
 #pragma unroll
                 for (int r = 0; r < left; ++r) {
                     const bool upper = lane & step;
-                    const float passed = upper ? sums[r] : sums[r + left];
-                    sums[r] = (upper ? sums[r + left] : sums[r]) + __shfl_xor_sync(0xffffffffu, passed, step);
+                    const float passed = upper ? of_squares[r] : of_squares[r + left];
+                    of_squares[r] = (upper ? of_squares[r + left] : of_squares[r]) + __shfl_xor_sync(0xffffffffu, passed, step);
                 }
             }
             const int r = lane % LANES / (LANES / SUMS);
-            if (r < T) squares[(piece.part * (DK / 4 / LANES) + piece.offset / (4 * LANES)) * T + r] = sums[0];
+            if (r < T) squares[(piece.part * (DK / 4 / LANES) + piece.offset / (4 * LANES)) * T + r] = of_squares[0];
         }
     });
     ask_for_state(CONV && !STATE32);
@@ -1052,7 +1052,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 for (int half = 0; half < 2; ++half) {
                     float two[2] = {tile[m][x][2 * half], tile[m][x][2 * half + 1]};
 #pragma unroll
-                    for (int piece = 0; piece < 3; ++piece) w[m][x / 2][piece][x % 2 * 2 + half] = take(two);
+                    for (int piece = 0; piece < 3; ++piece) w[m][x / 2][piece][x % 2 * 2 + half] = piece_of(two);
                 }
 #endif
         // 16 columns of the state at a time; the next ones of 16 bits are asked for early, those of fp32 meet the sum at its end. A
