@@ -365,7 +365,9 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
 
     // 1. Ask for everything but a 16-bit state, each thing as soon as its address is known; first for what others wait for. A
     // thread of the convolution has four channels, whose inputs only it reads.
-    if (tid == 0) open(state_there);
+    // The thread that asks for the state, and opens its barrier: of a warp that waits for rows only, if there is one.
+    const bool asks = tid == (CONV && !STATE32 ? THREADS - 32 : 0);
+    if (asks) open(state_there);
     constexpr int PIECES = CONV ? CHANNELS / 4 : 0, EACH_THREAD = (PIECES + THREADS - 1) / THREADS;
     Piece pieces[at_least(1, EACH_THREAD)];
 #pragma unroll
@@ -473,10 +475,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     const bool folds = (P != 0) & ((p.fold_always != 0) | (P + longest > p.capacity));
     // The state, which is needed last: asked for early it would keep the rows of other blocks waiting. One of fp32 is so large
     // that it is late as it is.
-    const auto ask_for_state = [&](bool now) {
-        if (now && tid == 0) State::read(base + AT_S, state, head, slot, state_there);
-    };
-    ask_for_state(STATE32);
+    if (STATE32 && asks) State::read(base + AT_S, state, head, slot, state_there);
     if (gate_row < n) {
         const float x = gate_a + dt_bias;
         const float log_decay = neg_A * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
@@ -575,9 +574,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             if (r < T) squares[(piece.part * (DK / 4 / LANES) + piece.offset / (4 * LANES)) * T + r] = of_squares[0];
         }
     });
-    ask_for_state(CONV && !STATE32);
     wait_for_copies();
-    ask_for_state(!CONV && !STATE32);
+    if (!STATE32 && asks) State::read(base + AT_S, state, head, slot, state_there);
     __syncthreads();
 
     // 3. What is known of a row: its norms, the sum of decays along its path. EACH_ROW lanes a row.
