@@ -250,11 +250,6 @@ template <int FIRST, int LAST, int SIZE, class Body> D void groups(const Body& b
     }
 }
 
-// body(i) for i from LAST - 1 down to 0.
-template <int LAST, class Body> D void descending(const Body& body) {
-    if constexpr (LAST > 0) body(Constant<LAST - 1>()), descending<LAST - 1>(body);
-}
-
 // 2^x for x up to 0; 0 below 2^-126. Beside states of fp32 within a unit of the last place, by a polynomial: the machine's own
 // is off by two, and where keys repeat each other such errors add up.
 D float decay(float x) {
@@ -271,10 +266,6 @@ D float decay(float x) {
 }
 
 D float add_squares(u32 pair, float sum) { return fmaf(high(pair), high(pair), fmaf(low(pair), low(pair), sum)); }
-D int highest(u32 bits) { return 31 - __clz(bits); }
-D int highest(u64 bits) { return 63 - __clzll(bits); }
-D int lowest(u32 bits) { return __ffs(bits) - 1; }
-D int lowest(u64 bits) { return __ffsll(bits) - 1; }
 
 // The gated norm of rows of outputs: LANES lanes a row, each with PARTS times EACH adjacent elements.
 struct Gated {
@@ -713,7 +704,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     // 5. Inverses of the diagonal blocks of I + L, a column a thread: where rows are solved, in the blocks' place; else
     // transposed above the diagonal, which is one, of pending rows for a fold and of all rows where A (I + L)^-1 is made by tiles.
     constexpr int PT = (W0 + 7) / 8; // tiles that may hold pending rows
-    const bool by_tiles = T && !SOLVES && (W0 > 32 || longest > 16);
+    constexpr bool BY_TILES = T && !SOLVES;
     const int inverse_tile = (THREADS - 1 - tid) / 8, column = (THREADS - 1 - tid) % 8;
     const int in_tile = min(inverse_tile, KT - 1), stride = stride_of(in_tile);
     float* const diagonal = M + rows_before(in_tile) + 8 * in_tile;
@@ -731,7 +722,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
 #pragma unroll
                 for (int i = 0; i < 8; ++i) diagonal[i * stride + column] = solved[i];
         }
-    } else if ((by_tiles ? inverse_tile < KT : folds && inverse_tile < PT) && keys_in_use(inverse_tile, inverse_tile + 1)) {
+    } else if ((BY_TILES ? inverse_tile < KT : folds && inverse_tile < PT) && keys_in_use(inverse_tile, inverse_tile + 1)) {
         float solved[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -748,10 +739,9 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             if (i > column) diagonal[column * MS + i] = solved[i];
         }
     }
-    // A (I + L)^-1, from the last column of a row's path to its first; then in halves in its place, the large ones of a tile
-    // before its small ones. By tiles on the matrix unit, 16 rows a warp, where paths or histories are long; else a thread a
-    // row along its path, and all threads for the halves.
-    if (by_tiles) {
+    // A (I + L)^-1, from the last tile to the first, 16 rows a warp; then in halves in its place, the large ones of a tile before
+    // its small ones.
+    if (BY_TILES) {
         __syncthreads();
         if (16 * warp < n) {
             const int row[2] = {16 * warp + g, 16 * warp + g + 8};
@@ -793,62 +783,6 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                         u32* const to = reinterpret_cast<u32*>(A + row[half] * MS) + 8 * x + q;
                         halve(b[x][2 * half], b[x][2 * half + 1], to[0], to[4]);
                     }
-        }
-    } else if (T && !SOLVES) {
-        if (tid < n) {
-            const Mask path = (Mask)masks[tid];
-            float* const row = A + tid * MS;
-            constexpr int W4 = at_most(32, W0 + 3) / 4 * 4;
-            float b[at_least(4, W4)]; // of pending rows
-#pragma unroll
-            for (int j = 0; j < W4; j += 4) {
-                const float4 four = *reinterpret_cast<const float4*>(row + j);
-                b[j] = four.x, b[j + 1] = four.y, b[j + 2] = four.z, b[j + 3] = four.w;
-            }
-            const auto spread = [&](int i, float solved, auto end) { // over the columns before `end`
-                const float* const from = M + i * MS;
-#pragma unroll
-                for (int j = 0; j < end.value; j += 4) {
-                    const float4 four = *reinterpret_cast<const float4*>(from + j);
-                    b[j] += solved * four.x;
-                    if (j + 1 < end.value) b[j + 1] += solved * four.y;
-                    if (j + 2 < end.value) b[j + 2] += solved * four.z;
-                    if (j + 3 < end.value) b[j + 3] += solved * four.w;
-                }
-            };
-            for (Mask rest = path; rest;) {
-                const int r = highest(rest), i = W0 + r;
-                float solved = row[i];
-                for (Mask deeper = path & ~(((Mask)2 << r) - 1); deeper; deeper &= deeper - 1) {
-                    const int k = W0 + lowest(deeper);
-                    solved += row[k] * M[k * MS + i];
-                }
-                row[i] = solved;
-                spread(i, solved, Constant<at_most(32, W0)>());
-                rest ^= (Mask)1 << r;
-            }
-            descending<at_most(32, W0)>([&](auto i) { spread(i.value, i.value >= lo ? b[i.value] : 0.0f, i); });
-#pragma unroll
-            for (int j = 0; j < at_most(32, W0); ++j) row[j] = b[j];
-        }
-        __syncthreads();
-        for (int at = tid; at < n * KT; at += THREADS) {
-            const int x = at % KT, first = 8 * x;
-            const Mask path = (Mask)masks[at / KT];
-            float* const eight = A + at / KT * MS + first;
-            float e[8];
-#pragma unroll
-            for (int k = 0; k < 8; k += 4) {
-                const float4 four = *reinterpret_cast<const float4*>(eight + k);
-                e[k] = four.x, e[k + 1] = four.y, e[k + 2] = four.z, e[k + 3] = four.w;
-            }
-#pragma unroll
-            for (int k = 0; k < 8; ++k)
-                e[k] = (first + k < W0 ? first + k >= lo : path >> (first + k - W0) & 1) ? e[k] : 0.0f;
-            uint4 big, small;
-            halve(e[0], e[1], big.x, small.x), halve(e[2], e[3], big.y, small.y);
-            halve(e[4], e[5], big.z, small.z), halve(e[6], e[7], big.w, small.w);
-            *reinterpret_cast<uint4*>(eight) = big, *reinterpret_cast<uint4*>(eight + 4) = small;
         }
     }
 
