@@ -766,7 +766,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
 #pragma unroll
             for (int x = KT - 1; x >= 0; --x) {
                 mask(b[x], x);
-                if (!keys_in_use(x, x + 1)) continue;
+                const bool on_a_path = 8 * x < W0 || __any_sync(0xffffffffu, (path[0] | path[1]) >> at_least(8 * x - W0, 0) & 0xff);
+                if (!keys_in_use(x, x + 1) || !on_a_path) continue;
                 const float2 pair = *reinterpret_cast<const float2*>(M + 8 * x * (MS + 1) + g * MS + 2 * q);
                 set_product(b[x], Left(b[x]), Right(2 * q > g ? pair.x : 2 * q == g, 2 * q + 1 > g ? pair.y : 2 * q + 1 == g));
                 const Left left(b[x]);
