@@ -172,8 +172,8 @@ D u32 piece_of(float (&two)[2]) {
 }
 // Two fp32 numbers as two such pairs: x = big + small (1 + 2^-8).
 D void halve(float x, float y, u32& big, u32& small) {
-    big = pack_bf16(x, y);
-    small = pack_bf16(x - __uint_as_float(big << 16), y - __uint_as_float(big & 0xffff0000u));
+    float two[2] = {x, y};
+    big = piece_of(two), small = pack_bf16(two[0], two[1]);
 }
 
 // A tile of accumulators, 16 dv rows by 8 rows, as the left operand of the next product; an 8 x 8 block as the right one, its
