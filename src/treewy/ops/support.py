@@ -115,11 +115,11 @@ def _shared_bytes(dims: GDNDims, state_dtype: torch.dtype, rows: int, joint: int
     kept = dims.conv_width - 1 - wide if rows else 0
     padded, padded_rows = -(-joint // 8) * 8, max(8, -(-rows // 8) * 8)
     square = padded if padded % 16 else padded + 8
-    solves, tiles = padded <= 32, padded // 8
-    pad = 0 if (wide if rows <= 8 else solves) else 16
+    tiles = padded // 8
+    pad = 0 if (wide if rows <= 8 else tiles <= 4) else 16
     key = 2 * dk + pad
     others = max(rows * key + joint * (2 * dv + pad), rows * (dv + 4) * 4)
-    triangle = (tiles * (tiles + 2) // 2 * 64 if solves else padded * square) * 4
+    triangle = tiles * (tiles + 2) // 2 * 64 * 4
     known = max(triangle + rows * square * 4 + padded * 24 + rows * 8, kept * (2 * dk + dv) * 2)
     known = max(known + padded * 8 + rows * 8 + max(2, dk // 64) * rows * 4, triangle + padded_rows * square * 4)
     return dk * dv * state_dtype.itemsize + max(joint * key + others + known, (joint + padded_rows) * key) + 192

@@ -79,21 +79,20 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int MT = DV / (16 * WARPS);        // tiles of 16 dv rows of a warp
 constexpr int KR = 8 * KT, QR = 8 * QT, XT = T ? KT + QT : KT;
 constexpr int W0 = KR - T, SHIFT = KR - ROWS; // the tree's first joint row; joint rows that nobody has room for
-constexpr bool SOLVES = KT <= 4;             // rows are solved, once the state is there; else A (I + L)^-1 is made before
 template <bool WIDE> struct MaskOf { using type = u64; };
 template <> struct MaskOf<false> { using type = u32; };
 using Mask = MaskOf<(QT > 4)>::type;         // ancestors of a row
 constexpr int MS = KR % 16 ? KR : KR + 8;    // row stride of squares; 8 or 24 mod 32: no bank conflicts
-// M's rows of a tile: of one length, or no longer than they must be, where nothing stands above the diagonal.
-constexpr int stride_of(int tile) { return SOLVES ? 8 * ((tile + 1) | 1) : MS; }
-constexpr int rows_before(int tile) { return SOLVES ? tile * (tile + 2) / 2 * 64 : 8 * tile * MS; }
+// M's rows of a tile, no longer than they must be: nothing stands above the diagonal.
+constexpr int stride_of(int tile) { return 8 * ((tile + 1) | 1); }
+constexpr int rows_before(int tile) { return tile * (tile + 2) / 2 * 64; }
 constexpr int OS = DV + 4;                   // row stride of the outputs
 constexpr int STATE_BYTES = STATE32 ? 4 : 2;
 using State = Tile<DV, DK, STATE_BYTES>; // of a head
 // Bytes of a row in shared memory. Eight adjacent rows of a chunk lie in different banks: rows are padded, or their chunks
 // permuted, which takes instructions and makes room for another block: in windows of up to 8 rows beside fp32 states, in wider
 // ones where rows are solved.
-constexpr bool PADDED = QT == 1 ? !STATE32 : !SOLVES;
+constexpr bool PADDED = QT == 1 ? !STATE32 : KT > 4;
 constexpr int X_ROW = DK * 2 + 16 * PADDED, V_ROW = DV * 2 + 16 * PADDED;
 
 constexpr int later(int at, int bytes) { return at + (bytes + 15) / 16 * 16; }
@@ -627,13 +626,6 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     // 4. Products of the rows with each other, 16 rows by 8 to 32 columns a warp, where a row has an ancestor there. Between
     // rows that are not related any number may stand, but one it must be; zero, where rows are solved.
     const auto keys_in_use = [&](int first, int last) { return 8 * last > lo && 8 * first < hi; };
-    // Columns of the ancestors of row r, which is pending if it is negative, and of a query its own key.
-    const auto above_row = [&](int r, bool of_key) {
-        constexpr int LAST = at_most(W0, 31);
-        const u32 pending = ((1u << min(W0 + r, LAST)) - 1) >> min(lo, LAST) << min(lo, LAST);
-        if (!T || r < 0) return pending;
-        return r < n ? pending | (u32)(masks[r] ^ (u64)of_key << r) << LAST : 0;
-    };
     if (folds && tid < P) {
         const float2 from = c[lo + tid], to = c[W0 - 1];
         key_rows[lo + tid].w = decay((to.x - from.x) + (to.y - from.y));
@@ -643,7 +635,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         const int x0 = unit % X_TILES * 16, j0 = unit / X_TILES * (8 * WIDE);
         const bool of_keys = x0 < min(hi, KR) && x0 + 15 >= lo && j0 <= x0 + 15;
         const bool of_queries = x0 + 15 >= KR && max(x0 - KR, 0) < n;
-        if (!keys_in_use(j0 / 8, j0 / 8 + WIDE) || !of_keys && !of_queries) continue;
+        constexpr int USED = at_least(2, WIDE); // tiles at a time, when A is
+        if (!keys_in_use(j0 / (8 * USED) * USED, j0 / (8 * USED) * USED + USED) || !of_keys && !of_queries) continue;
         const int row = min(x0 + lane % 16, 8 * XT - 1);
         bool any = true;
         if (QT > 1 && j0 >= W0) {
@@ -680,111 +673,49 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             const bool of_key = tile < KT;
             const int r = 8 * tile + g - (of_key ? W0 : KR);
             if (r >= T) continue;
-            const u32 above = SOLVES ? above_row(r, of_key) : 0;
+            const int pending_end = r < n ? W0 + min(r, 0) : 0; // of its ancestors; a query has its own key besides
+            const Mask path = 0 <= r && r < n ? (Mask)masks[r] ^ (Mask)of_key << r : 0;
+            const auto related = [&](int j) { return j < pending_end ? j >= lo : path >> max(j - W0, 0) & 1; };
             const float2 c_i = c[W0 + r];
             const float factor = of_key ? key_rows[W0 + r].z : query_rows[r].x;
-            float* const to = of_key ? M + rows_before(tile) + g * stride_of(tile) : A + r * MS;
 #pragma unroll
             for (int w = 0; w < WIDE; ++w) {
                 const int j = j0 + 8 * w + 2 * q;
-                if (KT % WIDE && j >= KR || SOLVES && of_key && j0 / 8 + w > tile) continue;
+                if (KT % WIDE && j >= KR || of_key && j0 / 8 + w > tile) continue;
                 const float4 c_j = *reinterpret_cast<const float4*>(c + j);
                 const float even = decay(fminf((c_i.x - c_j.x) + (c_i.y - c_j.y), 0.0f));
                 const float odd = decay(fminf((c_i.x - c_j.z) + (c_i.y - c_j.w), 0.0f));
                 const float* const s0 = sum[w][0] + 2 * half;
                 const float* const s1 = sum[w][1] + 2 * half;
-                float2 pair = make_float2((s0[0] + s1[0]) * (even * factor), (s0[1] + s1[1]) * (odd * factor));
-                if (SOLVES) pair.x = above >> j & 1 ? pair.x : 0.0f, pair.y = above >> j & 2 ? pair.y : 0.0f;
-                *reinterpret_cast<float2*>(to + j) = pair;
+                const float2 pair = make_float2(related(j) ? (s0[0] + s1[0]) * (even * factor) : 0.0f,
+                                                related(j + 1) ? (s0[1] + s1[1]) * (odd * factor) : 0.0f);
+                if (of_key) *reinterpret_cast<float2*>(M + rows_before(tile) + g * stride_of(tile) + j) = pair;
+                else {
+                    u32* const to = reinterpret_cast<u32*>(A + r * MS) + j - q;
+                    halve(pair.x, pair.y, to[0], to[4]);
+                }
             }
         }
     }
     __syncthreads();
 
-    // 5. Inverses of the diagonal blocks of I + L, a column a thread: where rows are solved, in the blocks' place; else
-    // transposed above the diagonal, which is one, of pending rows for a fold and of all rows where A (I + L)^-1 is made by tiles.
+    // 5. Inverses of the diagonal blocks of I + L, in their place, a column a thread.
     constexpr int PT = (W0 + 7) / 8; // tiles that may hold pending rows
-    constexpr bool BY_TILES = T && !SOLVES;
-    const int inverse_tile = (THREADS - 1 - tid) / 8, column = (THREADS - 1 - tid) % 8;
-    const int in_tile = min(inverse_tile, KT - 1), stride = stride_of(in_tile);
-    float* const diagonal = M + rows_before(in_tile) + 8 * in_tile;
-    if (SOLVES) {
-        if (warp >= WARPS - (KT + 3) / 4) { // in place
-            float solved[8];
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                solved[i] = i == column;
-#pragma unroll
-                for (int j = 0; j < i; ++j) solved[i] += diagonal[i * stride + j] * solved[j];
-            }
-            __syncwarp();
-            if (inverse_tile < KT)
-#pragma unroll
-                for (int i = 0; i < 8; ++i) diagonal[i * stride + column] = solved[i];
-        }
-    } else if ((BY_TILES ? inverse_tile < KT : folds && inverse_tile < PT) && keys_in_use(inverse_tile, inverse_tile + 1)) {
+    if (warp >= WARPS - (KT + 3) / 4) {
+        const int inverse_tile = (THREADS - 1 - tid) / 8, column = (THREADS - 1 - tid) % 8;
+        const int in_tile = min(inverse_tile, KT - 1), stride = stride_of(in_tile);
+        float* const diagonal = M + rows_before(in_tile) + 8 * in_tile;
         float solved[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const int x = inverse_tile, first = lo - 8 * x, r = 8 * x + i - W0;
-            u32 above = first < 8 ? 0xffu << at_least(first, 0) : 0; // bit j: column 8 x + j is related, if it is above
-            if (T && r >= 0) {
-                const Mask path = r < n ? (Mask)masks[r] : 0;
-                above &= (8 * x < W0 ? (1u << at_most(8, at_least(W0 - 8 * x, 0))) - 1 : 0)
-                         | (u32)(8 * x < W0 ? path << at_most(8, at_least(W0 - 8 * x, 0)) : path >> at_least(8 * x - W0, 0));
-            }
             solved[i] = i == column;
 #pragma unroll
-            for (int j = 0; j < i; ++j) solved[i] += above >> j & 1 ? diagonal[i * MS + j] * solved[j] : 0.0f;
-            if (i > column) diagonal[column * MS + i] = solved[i];
+            for (int j = 0; j < i; ++j) solved[i] += diagonal[i * stride + j] * solved[j];
         }
-    }
-    // A (I + L)^-1, from the last tile to the first, 16 rows a warp; then in halves in its place, the large ones of a tile before
-    // its small ones.
-    if (BY_TILES) {
-        __syncthreads();
-        if (16 * warp < n) {
-            const int row[2] = {16 * warp + g, 16 * warp + g + 8};
-            const Mask path[2] = {row[0] < n ? (Mask)masks[row[0]] : 0, row[1] < n ? (Mask)masks[row[1]] : 0};
-            const auto mask = [&](float(&b)[4], int x) {
+        __syncwarp();
+        if (inverse_tile < KT)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const int j = 8 * x + 2 * q + e % 2;
-                    b[e] = (j < W0 ? j >= lo : path[e / 2] >> at_least(j - W0, 0) & 1) ? b[e] : 0.0f;
-                }
-            };
-            float b[KT][4];
-#pragma unroll
-            for (int x = 0; x < KT; ++x)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const bool there = keys_in_use(x, x + 1) && row[half] < n;
-                    const float2 pair = there ? *reinterpret_cast<const float2*>(A + row[half] * MS + 8 * x + 2 * q)
-                                              : make_float2(0.0f, 0.0f);
-                    b[x][2 * half] = pair.x, b[x][2 * half + 1] = pair.y;
-                }
-#pragma unroll
-            for (int x = KT - 1; x >= 0; --x) {
-                mask(b[x], x);
-                const bool on_a_path = 8 * x < W0 || __any_sync(0xffffffffu, (path[0] | path[1]) >> at_least(8 * x - W0, 0) & 0xff);
-                if (!keys_in_use(x, x + 1) || !on_a_path) continue;
-                const float2 pair = *reinterpret_cast<const float2*>(M + 8 * x * (MS + 1) + g * MS + 2 * q);
-                set_product(b[x], Left(b[x]), Right(2 * q > g ? pair.x : 2 * q == g, 2 * q + 1 > g ? pair.y : 2 * q + 1 == g));
-                const Left left(b[x]);
-                const float* const from = M + (8 * x + 2 * q) * MS + g;
-#pragma unroll
-                for (int y = 0; y < x; ++y) add_product(b[y], left, Right(from[8 * y], from[MS + 8 * y]));
-            }
-            __syncwarp();
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                if (row[half] < n)
-#pragma unroll
-                    for (int x = 0; x < KT; ++x) {
-                        u32* const to = reinterpret_cast<u32*>(A + row[half] * MS) + 8 * x + q;
-                        halve(b[x][2 * half], b[x][2 * half + 1], to[0], to[4]);
-                    }
-        }
+            for (int i = 0; i < 8; ++i) diagonal[i * stride + column] = solved[i];
     }
 
     // 6. Products of the state with the rows: 16 dv rows by 8 rows a tile; keys first, then queries.
@@ -871,7 +802,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 e[1] = has_odd ? odd.x * (high(v[2 * m + half]) - odd.y * e[1]) : 0.0f;
             }
     }
-    __syncthreads(); // inverses or A (I + L)^-1 are there; queries and values are used up
+    __syncthreads(); // inverses are there; queries and values are used up
     constexpr int LANES = Gated::LANES, EACH = Gated::EACH, PARTS = Gated::PARTS;
     const int first_row = warp * (32 / LANES) + lane / LANES;
     if (NORM && QT > 1) gated.load_weight(p, lane), gated.load(first_row, T, lane);
@@ -890,8 +821,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         const int j = 8 * x + 2 * q;
         const float* const square = M + rows_before(x) + 8 * x;
         const float2 both = *reinterpret_cast<const float2*>(square + g * stride_of(x) + 2 * q);
-        const Right inverse(SOLVES ? both.x : g > 2 * q ? square[2 * q * MS + g] : g == 2 * q,
-                            SOLVES ? both.y : g > 2 * q + 1 ? square[(2 * q + 1) * MS + g] : g == 2 * q + 1);
+        const Right inverse(both.x, both.y);
         Left w[MT];
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
@@ -899,19 +829,17 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             w[m] = Left(tile[m][x]);
         }
         const auto subtract = [&](auto y, auto) {
-            constexpr int tile_of = y.value < KT ? y.value : y.value - KT;
-            const int i = 8 * tile_of + g;
-            const float2 pair = *reinterpret_cast<const float2*>(
-                (y.value < KT ? M + rows_before(tile_of) + g * stride_of(tile_of) : A + i * MS) + j);
-            const Right block(SOLVES || i < W0 && j >= lo ? pair.x : 0.0f, SOLVES || i < W0 && j + 1 >= lo ? pair.y : 0.0f);
+            const float2 pair = *reinterpret_cast<const float2*>(M + rows_before(y.value) + g * stride_of(y.value) + j);
+            const Right block(pair.x, pair.y);
 #pragma unroll
             for (int m = 0; m < MT; ++m) add_product(tile[m][y.value], w[m], block);
         };
-        groups<x + 1, SOLVES ? XT : PT, 1>(subtract);
+        groups<x + 1, KT, 1>(subtract);
     };
-    if (SOLVES) groups<0, KT, 1>(solve);
+    groups<0, KT, 1>(solve);
 #pragma unroll
-    for (int x = 0; T && !SOLVES && x < KT; x += 2) {
+    for (int x = 0; T && x < KT; x += 2) {
+        if (!keys_in_use(x, x + 2)) continue;
         constexpr int LAST = KT - 1;
         u32 big[MT][4] = {}, small[MT][4] = {};
 #pragma unroll
@@ -957,7 +885,6 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             }
     // 9. Fold, where it is due: outer products of solved pending rows and keys. The state travels while outputs are made.
     if (folds) {
-        if (!SOLVES) groups<0, PT, 1>(solve);
         const float2 last = c[W0 - 1];
         const float faded = decay(last.x + last.y);
 #pragma unroll
