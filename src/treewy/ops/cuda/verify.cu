@@ -623,8 +623,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     }
     __syncthreads();
 
-    // 4. Products of the rows with each other, 16 rows by 8 to 32 columns a warp, where a row has an ancestor there. Between
-    // rows that are not related any number may stand, but one it must be; zero, where rows are solved.
+    // 4. Products of the rows with each other, 16 rows by 8 to 32 columns a warp, where a row has an ancestor there; zero, where
+    // rows are not related.
     const auto keys_in_use = [&](int first, int last) { return 8 * last > lo && 8 * first < hi; };
     if (folds && tid < P) {
         const float2 from = c[lo + tid], to = c[W0 - 1];
@@ -632,18 +632,24 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     }
     constexpr int X_TILES = (XT + 1) / 2, WIDE = KT > 3 ? 4 : CONV && KT == 2 ? 2 : 1;
     for (int unit = warp; unit < X_TILES * ((KT + WIDE - 1) / WIDE); unit += WARPS) {
-        const int x0 = unit % X_TILES * 16, j0 = unit / X_TILES * (8 * WIDE);
+        // Back and forth, so that who has more to do first has less then: keys come first, and have fewer columns.
+        const int group = KT > WIDE ? unit / X_TILES : 0, at = unit - group * X_TILES;
+        const int x0 = 16 * (group % 2 ? X_TILES - 1 - at : at), j0 = 8 * WIDE * group;
         const bool of_keys = x0 < min(hi, KR) && x0 + 15 >= lo && j0 <= x0 + 15;
         const bool of_queries = x0 + 15 >= KR && max(x0 - KR, 0) < n;
         constexpr int USED = at_least(2, WIDE); // tiles at a time, when A is
         if (!keys_in_use(j0 / (8 * USED) * USED, j0 / (8 * USED) * USED + USED) || !of_keys && !of_queries) continue;
         const int row = min(x0 + lane % 16, 8 * XT - 1);
-        bool any = true;
-        if (QT > 1 && j0 >= W0) {
-            const int r = row < KR ? row - W0 : row - KR;
-            const Mask above = 0 <= r && r < n ? (Mask)masks[r] & ~((Mask)(row < KR) << r) : 0;
-            any = __any_sync(0xffffffffu, (above >> (j0 - W0) & (Mask)((1ull << 8 * WIDE) - 1)) != 0);
+        u32 related = 0; // bit i: column j0 + i is an ancestor of this row, or of a query its own key
+        if (const int r = row - (row < KR ? W0 : KR); r < n) {
+            const int first = max(lo - j0, 0), end = min(max(W0 + min(r, 0) - j0, 0), 32);
+            if (first < end) related = ~0u >> (32 - (end - first)) << first;
+            if (T && r >= 0) {
+                const Mask path = (Mask)masks[r] ^ (Mask)(row < KR) << r;
+                related |= j0 > W0 ? (u32)(path >> max(j0 - W0, 0)) : W0 - j0 < 32 ? (u32)path << max(W0 - j0, 0) : 0;
+            }
         }
+        const bool any = QT == 1 || __any_sync(0xffffffffu, related != 0);
         float sum[WIDE][2][4] = {};
 #pragma unroll
         for (int k = 0; k < DK / 32; ++k) {
@@ -669,13 +675,11 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
+            const u32 mine = __shfl_sync(0xffffffffu, related, 8 * half + g) >> 2 * q;
             const int tile = x0 / 8 + half;
             const bool of_key = tile < KT;
             const int r = 8 * tile + g - (of_key ? W0 : KR);
             if (r >= T) continue;
-            const int pending_end = r < n ? W0 + min(r, 0) : 0; // of its ancestors; a query has its own key besides
-            const Mask path = 0 <= r && r < n ? (Mask)masks[r] ^ (Mask)of_key << r : 0;
-            const auto related = [&](int j) { return j < pending_end ? j >= lo : path >> max(j - W0, 0) & 1; };
             const float2 c_i = c[W0 + r];
             const float factor = of_key ? key_rows[W0 + r].z : query_rows[r].x;
 #pragma unroll
@@ -687,8 +691,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 const float odd = decay(fminf((c_i.x - c_j.z) + (c_i.y - c_j.w), 0.0f));
                 const float* const s0 = sum[w][0] + 2 * half;
                 const float* const s1 = sum[w][1] + 2 * half;
-                const float2 pair = make_float2(related(j) ? (s0[0] + s1[0]) * (even * factor) : 0.0f,
-                                                related(j + 1) ? (s0[1] + s1[1]) * (odd * factor) : 0.0f);
+                const float2 pair = make_float2(mine >> 8 * w & 1 ? (s0[0] + s1[0]) * (even * factor) : 0.0f,
+                                                mine >> 8 * w & 2 ? (s0[1] + s1[1]) * (odd * factor) : 0.0f);
                 if (of_key) *reinterpret_cast<float2*>(M + rows_before(tile) + g * stride_of(tile) + j) = pair;
                 else {
                     u32* const to = reinterpret_cast<u32*>(A + r * MS) + j - q;
