@@ -649,11 +649,17 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 related |= j0 > W0 ? (u32)(path >> max(j0 - W0, 0)) : W0 - j0 < 32 ? (u32)path << max(W0 - j0, 0) : 0;
             }
         }
-        const bool any = QT == 1 || __any_sync(0xffffffffu, related != 0);
+        if (QT > 1 && !__any_sync(0xffffffffu, related != 0)) {
+            const int tile = row / 8, r = row - KR; // 16 bytes at a time of M's row, or A's
+            float4* const to = reinterpret_cast<float4*>(r < 0 ? M + rows_before(tile) + row % 8 * stride_of(tile) + j0 : A + r * MS + j0);
+#pragma unroll
+            for (int four = lane / 16; four < 2 * WIDE; four += 2)
+                if (j0 / 4 + four < (r < 0 ? 2 * tile + 2 : KR / 4) && r < T) to[four] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            continue;
+        }
         float sum[WIDE][2][4] = {};
 #pragma unroll
         for (int k = 0; k < DK / 32; ++k) {
-            if (!any) break;
             u32 left[2][4];
 #pragma unroll
             for (int step = 0; step < 2; ++step)
