@@ -82,6 +82,7 @@ constexpr int W0 = KR - T, SHIFT = KR - ROWS; // the tree's first joint row; joi
 template <bool WIDE> struct MaskOf { using type = u64; };
 template <> struct MaskOf<false> { using type = u32; };
 using Mask = MaskOf<(QT > 4)>::type;         // ancestors of a row
+constexpr bool HALVES = KT > 4 || STATE32;   // outputs take solved rows and A in halves of 16 bits
 constexpr int MS = KR % 16 ? KR : KR + 8;    // row stride of squares; 8 or 24 mod 32: no bank conflicts
 // M's rows of a tile, no longer than they must be: nothing stands above the diagonal.
 constexpr int stride_of(int tile) { return 8 * ((tile + 1) | 1); }
@@ -637,7 +638,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         const int x0 = 16 * (group % 2 ? X_TILES - 1 - at : at), j0 = 8 * WIDE * group;
         const bool of_keys = x0 < min(hi, KR) && x0 + 15 >= lo && j0 <= x0 + 15;
         const bool of_queries = x0 + 15 >= KR && max(x0 - KR, 0) < n;
-        constexpr int USED = at_least(2, WIDE); // tiles at a time, when A is
+        constexpr int USED = HALVES ? at_least(2, WIDE) : WIDE; // tiles at a time, when A is
         if (!keys_in_use(j0 / (8 * USED) * USED, j0 / (8 * USED) * USED + USED) || !of_keys && !of_queries) continue;
         const int row = min(x0 + lane % 16, 8 * XT - 1);
         u32 related = 0; // bit i: column j0 + i is an ancestor of this row, or of a query its own key
@@ -700,10 +701,10 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
                 const float2 pair = make_float2(mine >> 8 * w & 1 ? (s0[0] + s1[0]) * (even * factor) : 0.0f,
                                                 mine >> 8 * w & 2 ? (s0[1] + s1[1]) * (odd * factor) : 0.0f);
                 if (of_key) *reinterpret_cast<float2*>(M + rows_before(tile) + g * stride_of(tile) + j) = pair;
-                else {
+                else if (HALVES) { // of a tile first the large ones
                     u32* const to = reinterpret_cast<u32*>(A + r * MS) + j - q;
                     halve(pair.x, pair.y, to[0], to[4]);
-                }
+                } else *reinterpret_cast<float2*>(A + r * MS + j) = pair;
             }
         }
     }
@@ -738,8 +739,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         for (int x = 0; x < XT; ++x)
 #pragma unroll
             for (int e = 0; e < 4; ++e) tile[m][x][e] = 0.0f;
-    constexpr int TOGETHER = 4; // tiles whose rows are in registers at a time
-#pragma unroll(XT > 4 || STATE32 ? 1 : 4)
+    constexpr int TOGETHER = XT > 8 ? 6 : 4; // tiles whose rows are in registers at a time
+#pragma unroll(XT > 8 || STATE32 ? 1 : XT > 4 ? 2 : 4)
     for (int k = 0; k < DK / 32; ++k) {
 #if STATE32
         u32 big[MT][4][4], small[MT][4][4];
@@ -839,16 +840,18 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             w[m] = Left(tile[m][x]);
         }
         const auto subtract = [&](auto y, auto) {
-            const float2 pair = *reinterpret_cast<const float2*>(M + rows_before(y.value) + g * stride_of(y.value) + j);
+            constexpr int tile_of = y.value < KT ? y.value : y.value - KT;
+            const float2 pair = *reinterpret_cast<const float2*>(
+                (y.value < KT ? M + rows_before(tile_of) + g * stride_of(tile_of) : A + (8 * tile_of + g) * MS) + j);
             const Right block(pair.x, pair.y);
 #pragma unroll
             for (int m = 0; m < MT; ++m) add_product(tile[m][y.value], w[m], block);
         };
-        groups<x + 1, KT, 1>(subtract);
+        groups<x + 1, HALVES ? KT : XT, 1>(subtract);
     };
     groups<0, KT, 1>(solve);
 #pragma unroll
-    for (int x = 0; T && x < KT; x += 2) {
+    for (int x = 0; T && HALVES && x < KT; x += 2) {
         if (!keys_in_use(x, x + 2)) continue;
         constexpr int LAST = KT - 1;
         u32 big[MT][4] = {}, small[MT][4] = {};
