@@ -383,19 +383,20 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         });
     after_launch_before();
     constexpr bool LOOKED_UP = T && !CONV; // where the window begins, and the most pending rows of a head
-    const int slot = (int)p.slots[batch], request = (int)p.requests[batch], n = T ? p.rows[batch] : 0;
+    const int slot = (int)p.slots[batch], request = (int)p.requests[batch];
+    const int n = T ? p.rows[batch] : 0, longest = T ? p.longest[batch] : 0;
     const int2 looked_up = LOOKED_UP ? p.places[batch] : make_int2(0, 0);
     u16* const out = p.out + (i64)(batch * T * p.HV + head) * DV;
     const int out_row = p.HV * DV;
-    // Nobody, which slot alone would say; all four stand here to be waited for together.
-    if (slot < 0 || request < 0 || n < 0 || looked_up.y < 0) {
+    // Nobody, which slot alone would say; all five stand here to be waited for together.
+    if (slot < 0 || request < 0 || n < 0 || longest < 0 || looked_up.y < 0) {
 #pragma unroll 1
         for (int to = tid; to < T * (DV / 8); to += THREADS)
             *reinterpret_cast<uint4*>(out + to / (DV / 8) * (i64)out_row + to % (DV / 8) * 8) = make_uint4(0, 0, 0, 0);
         return;
     }
     const int* const pending = p.pending + request * p.HV + head;
-    const int most = LOOKED_UP ? looked_up.y : *pending, end = LOOKED_UP ? looked_up.x : p.end[request];
+    const int P = load_now(pending), most = LOOKED_UP ? looked_up.y : P, end = LOOKED_UP ? looked_up.x : load_now(p.end + request);
     each_piece([&](int j, int index, Piece piece) {
         const u16* const x = p.x + batch * p.x_stride + piece.channel;
         const u16* const kept = p.conv + slot * p.conv_stride + piece.channel;
@@ -460,10 +461,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     }
     close_group();
     Gated gated(p, batch, head, warp, lane);
-    const int P = LOOKED_UP ? *pending : most, longest = T ? p.longest[batch] : 0;
     const int lo = W0 - P; // the first joint row that is
-    // Without a branch, behind which `longest` would be asked for.
-    const bool folds = (P != 0) & ((p.fold_always != 0) | (P + longest > p.capacity));
+    const bool folds = P && (p.fold_always || P + longest > p.capacity);
     // The state, which is needed last: asked for early it would keep the rows of other blocks waiting. One of fp32 is so large
     // that it is late as it is.
     if (STATE32 && asks) State::read(base + AT_S, state, head, slot, state_there);
