@@ -46,10 +46,6 @@ inline int min(int x, int y) { return x < y ? x : y; }
 inline int max(int x, int y) { return x > y ? x : y; }
 inline u32 __float_as_uint(float x) { u32 bits; memcpy(&bits, &x, 4); return bits; }
 inline float __uint_as_float(u32 bits) { float x; memcpy(&x, &bits, 4); return x; }
-inline int __clz(u32 bits) { return bits ? __builtin_clz(bits) : 32; }
-inline int __clzll(u64 bits) { return bits ? __builtin_clzll(bits) : 64; }
-inline int __ffs(u32 bits) { return __builtin_ffs(bits); }
-inline int __ffsll(u64 bits) { return __builtin_ffsll(bits); }
 inline float rsqrtf(float x) { return std::nextafter(1.0f / sqrtf(x), INFINITY); } // the real one is as far off, or further
 // The real one is off by up to two units of its last place, here by -2 to 2, and gives 0 below 2^-126.
 inline float power2(float x) {

@@ -20,12 +20,10 @@
 //     would come last, and everything starts with them. The convolution runs while pending rows travel.
 //   * The matrix unit. dv is M, rows of the window are N, in steps of 8, so a window of 4 rows is not padded to 16 or 64.
 //     16-bit keys, queries and states are multiplied as they are: exact products, fp32 sums.
-//   * Up to 32 joint rows are solved once the state is there: forward substitution by blocks of 8, TF32 with both operands
-//     split in two, error about 2^-21 of the terms; beside fp32 states bf16 with both in three, 2^-24. A fold needs them
-//     anyway, in an outer product with keys in which w has 24 or 22 bits.
-//   * With more rows, no solve on the long side. Outputs need A w = (A (I + L)^-1) r, and the product of the two squares is
-//     made of keys and gates alone, on rows of at most 96 columns, in fp32 quality, while the state travels. Its product with
-//     r, which only outputs see, is of 16-bit halves, error 2^-16 of its terms. Solved are pending rows, for a fold.
+//   * Rows are solved once the state is there: forward substitution by blocks of 8, on the matrix unit, by each warp for its
+//     part of dv, so no warp waits for another; TF32 with both operands split in two, error about 2^-21 of the terms; beside fp32
+//     states bf16 with both in three, 2^-24. A fold needs them anyway, in an outer product with keys in which w has 24 or 22 bits.
+//     A w, which only outputs see, may be of halves of 16 bits, error 2^-16 of its terms.
 //   * Accumulators of one product are, register by register, the operand of the next.
 //
 // Joint rows are numbered so that the tree's begin at W0, whatever is pending: pending ones end there.
@@ -92,7 +90,7 @@ constexpr int STATE_BYTES = STATE32 ? 4 : 2;
 using State = Tile<DV, DK, STATE_BYTES>; // of a head
 // Bytes of a row in shared memory. Eight adjacent rows of a chunk lie in different banks: rows are padded, or their chunks
 // permuted, which takes instructions and makes room for another block: in windows of up to 8 rows beside fp32 states, in wider
-// ones where rows are solved.
+// ones up to 32 joint rows.
 constexpr bool PADDED = QT == 1 ? !STATE32 : KT > 4;
 constexpr int X_ROW = DK * 2 + 16 * PADDED, V_ROW = DV * 2 + 16 * PADDED;
 
@@ -336,8 +334,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap state) {
     extern __shared__ __align__(1024) char shared[];
     const u32 base = address(shared);
-    float* const M = reinterpret_cast<float*>(shared + AT_M); // -L below the diagonal; inverses of blocks, in place or above
-    float* const A = reinterpret_cast<float*>(shared + AT_A); // A; with more rows then A (I + L)^-1, in halves
+    float* const M = reinterpret_cast<float*>(shared + AT_M); // -L below the diagonal; inverses of the blocks on it
+    float* const A = reinterpret_cast<float*>(shared + AT_A); // A, or its halves
     float2* const gates = reinterpret_cast<float2*>(shared + AT_GATES);
     float2* const c = reinterpret_cast<float2*>(shared + AT_C);
     float4* const key_rows = reinterpret_cast<float4*>(shared + AT_KEYROWS);
@@ -384,11 +382,12 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     after_launch_before();
     constexpr bool LOOKED_UP = T && !CONV; // where the window begins, and the most pending rows of a head
     const int slot = (int)p.slots[batch], request = (int)p.requests[batch];
-    const int n = T ? p.rows[batch] : 0, longest = T ? p.longest[batch] : 0;
+    const int n = T ? p.rows[batch] : 0;
+    int longest = T && !STATE32 ? p.longest[batch] : 0;
     const int2 looked_up = LOOKED_UP ? p.places[batch] : make_int2(0, 0);
     u16* const out = p.out + (i64)(batch * T * p.HV + head) * DV;
     const int out_row = p.HV * DV;
-    // Nobody, which slot alone would say; all five stand here to be waited for together.
+    // Nobody, which slot alone would say; all of them stand here to be waited for together.
     if (slot < 0 || request < 0 || n < 0 || longest < 0 || looked_up.y < 0) {
 #pragma unroll 1
         for (int to = tid; to < T * (DV / 8); to += THREADS)
@@ -462,10 +461,11 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     close_group();
     Gated gated(p, batch, head, warp, lane);
     const int lo = W0 - P; // the first joint row that is
-    const bool folds = P && (p.fold_always || P + longest > p.capacity);
     // The state, which is needed last: asked for early it would keep the rows of other blocks waiting. One of fp32 is so large
-    // that it is late as it is.
-    if (STATE32 && asks) State::read(base + AT_S, state, head, slot, state_there);
+    // that it is late as it is; it waits for one answer more, so that rows are ahead.
+    if (T && STATE32) longest = load_now(p.longest + batch);
+    if (STATE32 && asks && longest >= 0) State::read(base + AT_S, state, head, slot, state_there);
+    const bool folds = P && (p.fold_always || P + longest > p.capacity);
     if (gate_row < n) {
         const float x = gate_a + dt_bias;
         const float log_decay = neg_A * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
