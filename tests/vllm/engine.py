@@ -305,7 +305,7 @@ class Oracle:
     def deficits(
         self, prompt: Sequence[int], emitted: Sequence[int], allowed: slice | torch.Tensor = slice(None)
     ) -> torch.Tensor:
-        """[tokens] how far each emitted token's logit is below the best allowed one's, in spreads of a position's logits."""
+        """[tokens] how far each emitted token's logit is below the best allowed one's, in spreads of the logits."""
         logits = self.model(torch.tensor([[*prompt, *emitted]])).logits[0, len(prompt) - 1 : -1]
         below = logits[:, allowed].amax(-1) - logits[torch.arange(len(emitted)), torch.tensor(emitted)]
         return below / logits.std(-1).mean()
@@ -328,7 +328,7 @@ class Oracle:
         """Fails where an emitted token is not the best one, nearly equal ones excepted."""
         deficits = self.deficits(prompt, emitted)
         worst = int(deficits.argmax())
-        assert deficits[worst] <= MARGIN, f"token {worst} of {len(emitted)} is {deficits[worst]:.2f} spreads below the best"
+        assert deficits[worst] <= MARGIN, f"token {worst} of {len(emitted)} is {deficits[worst]:.2f} spreads off"
 
 
 @functools.cache
