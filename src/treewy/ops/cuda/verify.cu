@@ -16,8 +16,8 @@
 //     every round and written once more. Up to 8 rows, queries never leave the SM.
 //   * Bytes in flight. The state comes by the tensor copy engine, 32 KiB (bf16) by one thread, in the permutation that the
 //     matrix unit's loads want, and up to five blocks an SM wait for theirs while others compute. The small rows are asked
-//     for first, and a 16-bit state when they are there, or the convolution is over: behind the states of all blocks rows
-//     would come last, and everything starts with them. The convolution runs while pending rows travel.
+//     for first, and a 16-bit state when those of the asking warp are there, which has no part in a convolution: behind the states
+//     of all blocks rows would come last, and everything starts with them. The convolution runs while pending rows travel.
 //   * The matrix unit. dv is M, rows of the window are N, in steps of 8, so a window of 4 rows is not padded to 16 or 64.
 //     16-bit keys, queries and states are multiplied as they are: exact products, fp32 sums.
 //   * Rows are solved once the state is there: forward substitution by blocks of 8, on the matrix unit, by each warp for its
@@ -81,7 +81,7 @@ template <bool WIDE> struct MaskOf { using type = u64; };
 template <> struct MaskOf<false> { using type = u32; };
 using Mask = MaskOf<(QT > 4)>::type;         // ancestors of a row
 constexpr bool HALVES = KT > 4 || STATE32;   // outputs take solved rows and A in halves of 16 bits
-constexpr int MS = KR % 16 ? KR : KR + 8;    // row stride of squares; 8 or 24 mod 32: no bank conflicts
+constexpr int MS = KR % 16 ? KR : KR + 8;    // row stride of squares; 8 or 24 mod 32: no bank conflicts of pairs
 // M's rows of a tile, no longer than they must be: nothing stands above the diagonal.
 constexpr int stride_of(int tile) { return 8 * ((tile + 1) | 1); }
 constexpr int rows_before(int tile) { return tile * (tile + 2) / 2 * 64; }
@@ -352,11 +352,12 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     const int batch = blockIdx.z;
     const int channels = 2 * p.H * DK + p.HV * DV;
 
-    // 1. Ask for everything but a 16-bit state, each thing as soon as its address is known; first for what others wait for. A
-    // thread of the convolution has four channels, whose inputs only it reads.
     // The thread that asks for the state, and opens its barrier: of a warp that waits for rows only, if there is one.
     const bool asks = tid == (CONV && !STATE32 ? THREADS - 32 : 0);
     if (asks) open(state_there);
+
+    // 1. Ask for everything but a 16-bit state, each thing as soon as its address is known; first for what others wait for. A
+    // thread of the convolution has four channels, whose inputs only it reads.
     constexpr int PIECES = CONV ? CHANNELS / 4 : 0, EACH_THREAD = (PIECES + THREADS - 1) / THREADS;
     Piece pieces[at_least(1, EACH_THREAD)];
 #pragma unroll
@@ -462,7 +463,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     Gated gated(p, batch, head, warp, lane);
     const int lo = W0 - P; // the first joint row that is
     // The state, which is needed last: asked for early it would keep the rows of other blocks waiting. One of fp32 is so large
-    // that it is late as it is; it waits for one answer more, so that rows are ahead.
+    // that it is late as it is; it waits for one answer more, so that rows are ahead: of a plan, no longest path is below 0.
     if (T && STATE32) longest = load_now(p.longest + batch);
     if (STATE32 && asks && longest >= 0) State::read(base + AT_S, state, head, slot, state_there);
     const bool folds = P && (p.fold_always || P + longest > p.capacity);
@@ -623,8 +624,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     }
     __syncthreads();
 
-    // 4. Products of the rows with each other, 16 rows by 8 to 32 columns a warp, where a row has an ancestor there; zero, where
-    // rows are not related.
+    // 4. Products of the rows with each other, 16 rows by 8 to 32 columns a warp; zero, where rows are not related. In wider windows
+    // they are not made where none of the 16 has an ancestor in the columns.
     const auto keys_in_use = [&](int first, int last) { return 8 * last > lo && 8 * first < hi; };
     if (folds && tid < P) {
         const float2 from = c[lo + tid], to = c[W0 - 1];
@@ -637,7 +638,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
         const int x0 = 16 * (group % 2 ? X_TILES - 1 - at : at), j0 = 8 * WIDE * group;
         const bool of_keys = x0 < min(hi, KR) && x0 + 15 >= lo && j0 <= x0 + 15;
         const bool of_queries = x0 + 15 >= KR && max(x0 - KR, 0) < n;
-        constexpr int USED = HALVES ? at_least(2, WIDE) : WIDE; // tiles at a time, when A is
+        constexpr int USED = HALVES ? at_least(2, WIDE) : WIDE; // tiles that are read at a time, so both must be written
         if (!keys_in_use(j0 / (8 * USED) * USED, j0 / (8 * USED) * USED + USED) || !of_keys && !of_queries) continue;
         const int row = min(x0 + lane % 16, 8 * XT - 1);
         u32 related = 0; // bit i: column j0 + i is an ancestor of this row, or of a query its own key
