@@ -395,8 +395,8 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             *reinterpret_cast<uint4*>(out + to / (DV / 8) * (i64)out_row + to % (DV / 8) * 8) = make_uint4(0, 0, 0, 0);
         return;
     }
-    const int* const pending = p.pending + request * p.HV + head;
-    const int P = load_now(pending), most = LOOKED_UP ? looked_up.y : P, end = LOOKED_UP ? looked_up.x : load_now(p.end + request);
+    const int P = load_now(p.pending + request * p.HV + head);
+    const int most = LOOKED_UP ? looked_up.y : P, end = LOOKED_UP ? looked_up.x : load_now(p.end + request);
     each_piece([&](int j, int index, Piece piece) {
         const u16* const x = p.x + batch * p.x_stride + piece.channel;
         const u16* const kept = p.conv + slot * p.conv_stride + piece.channel;
@@ -711,7 +711,6 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
     __syncthreads();
 
     // 5. Inverses of the diagonal blocks of I + L, in their place, a column a thread.
-    constexpr int PT = (W0 + 7) / 8; // tiles that may hold pending rows
     if (warp >= WARPS - (KT + 3) / 4) {
         const int inverse_tile = (THREADS - 1 - tid) / 8, column = (THREADS - 1 - tid) % 8;
         const int in_tile = min(inverse_tile, KT - 1), stride = stride_of(in_tile);
@@ -898,6 +897,7 @@ verify(const __grid_constant__ Arguments p, const __grid_constant__ TensorMap st
             }
     // 9. Fold, where it is due: outer products of solved pending rows and keys. The state travels while outputs are made.
     if (folds) {
+        constexpr int PT = (W0 + 7) / 8; // tiles that may hold pending rows
         const float2 last = c[W0 - 1];
         const float faded = decay(last.x + last.y);
 #pragma unroll
